@@ -1,0 +1,191 @@
+"""What a model computes: frozen values that say nothing about where it runs (contract 1).
+
+Units: sizes count elements; `rate` and coefficients are per optimizer step. Sources stand beside the values in `models/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+Score = Literal["softmax", "softmax_after_top_k", "sigmoid"]
+AuxScope = Literal["microbatch", "sequence", "global_batch"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RMSNorm:
+    """Root-mean-square norm with a learned gain; `eps` is added to the mean square."""
+
+    eps: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """Rotary position embedding with base `theta`."""
+
+    theta: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Yarn:
+    """Rotary embedding stretched by YaRN (arXiv 2309.00071).
+
+    With m(s) = 0.1 * s * ln(factor) + 1, cosine and sine are multiplied by m(mscale) / m(mscale_all_dim), and the softmax
+    scale of the attention by m(mscale_all_dim) ** 2 (DeepSeek-V3's form; Qwen's is mscale=1, mscale_all_dim=0).
+    """
+
+    theta: float
+    factor: float
+    trained_tokens: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class GQA:
+    """Grouped-query attention; `head_norm` normalises every query and key head before the rotation (Qwen3)."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    head_norm: RMSNorm | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLA:
+    """Multi-head latent attention (arXiv 2412.19437 section 2.1.1); `query_rank=None` leaves the query uncompressed."""
+
+    heads: int
+    query_rank: int | None
+    latent_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    latent_norm: RMSNorm
+
+
+Attention = GQA | MLA
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuxLoss:
+    """Load-balancing loss: balanced routing gives exactly `coefficient`, whatever the mapping and the scope."""
+
+    scope: AuxScope
+    coefficient: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZLoss:
+    """coefficient * mean over tokens of logsumexp(router logits) ** 2."""
+
+    coefficient: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertBias:
+    """Balancing without a loss: a bias on the selection scores, moved by `rate` against the load once per optimizer step."""
+
+    rate: float
+
+
+Balance = AuxLoss | ZLoss | ExpertBias
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """Group-limited routing: `total` contiguous groups of experts, of which a token may use `kept`."""
+
+    total: int
+    kept: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Router:
+    """How a token's experts and their weights are chosen, always in float32.
+
+    score: `softmax` over all experts, `softmax_after_top_k` over the chosen ones, or `sigmoid`.
+    normalise: divide the chosen weights by their sum. scale: factor on the weights afterwards.
+    """
+
+    score: Score
+    normalise: bool
+    groups: Groups | None = None
+    scale: float = 1.0
+    balance: tuple[Balance, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedExperts:
+    """`count` experts that every token passes, as one MLP of width count * expert_ffn."""
+
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dense:
+    """A SwiGLU MLP of width `ffn`."""
+
+    ffn: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoE:
+    """`experts` SwiGLU experts of width `expert_ffn`, of which every token uses `top_k`."""
+
+    experts: int
+    top_k: int
+    expert_ffn: int
+    router: Router
+    shared: SharedExperts | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One transformer layer."""
+
+    attention: Attention
+    mlp: Dense | MoE
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultiToken:
+    """Multi-token prediction (arXiv 2412.19437 section 2.2): `depth` further modules, each one layer like the last one.
+
+    `loss_weight` is shared evenly between the depths.
+    """
+
+    depth: int
+    loss_weight: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A whole language model. `max_tokens` is the longest sequence it is declared for."""
+
+    vocab: int
+    hidden: int
+    max_tokens: int
+    norm: RMSNorm
+    rope: Rope | Yarn
+    layers: tuple[Layer, ...]
+    tied_embeddings: bool = False
+    init_std: float = 0.02
+    predict_ahead: MultiToken | None = None
+
+    def mtp_layers(self) -> tuple[Layer, ...]:
+        """The layers inside the multi-token prediction modules: copies of the last layer's declaration."""
+        return (self.layers[-1],) * self.predict_ahead.depth if self.predict_ahead else ()
+
+    def all_layers(self) -> Iterator[tuple[str, Layer]]:
+        """Every layer with its canonical path: `layers.0` … and `mtp.0.layer` … (contract 5)."""
+        yield from ((f"layers.{i}", layer) for i, layer in enumerate(self.layers))
+        yield from ((f"mtp.{i}.layer", layer) for i, layer in enumerate(self.mtp_layers()))
+
+
+def repeat(count: int, layer: Layer) -> tuple[Layer, ...]:
+    """`count` equal layers."""
+    return (layer,) * count

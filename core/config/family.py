@@ -1,0 +1,92 @@
+"""A model family: its sizes, its tuned set-ups per hardware, and how its published checkpoints are named."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from core.config.architecture import ModelConfig
+from core.config.mapping import ParallelConfig
+from core.config.precision import PrecisionConfig
+from core.config.run import CheckpointConfig, OptimizerConfig, TrainConfig
+from core.errors import ConfigError, Fault
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """One size of a family. `source` says where the numbers stand; `published` is the checkpoint that has them, if any."""
+
+    name: str
+    model: ModelConfig
+    source: str
+    published: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """A tuned set-up of one size on one kind of hardware."""
+
+    size: str
+    hardware: str
+    ranks: int
+    parallel: ParallelConfig
+    train: TrainConfig
+    optimizer: OptimizerConfig
+    precision: PrecisionConfig = PrecisionConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+
+class HuggingFace(Protocol):
+    """How a family's published folders map to our model: `models/<name>/huggingface.py` provides one as HUGGINGFACE."""
+
+    def read_config(self, config: Mapping[str, Any]) -> ModelConfig:
+        """The model that a config.json declares. Raises RequestError naming each field that this family cannot express."""
+        ...
+
+    def write_config(self, model: ModelConfig) -> dict[str, Any]:
+        """The config.json that declares `model`."""
+        ...
+
+    def rules(self, model: ModelConfig) -> tuple[Any, ...]:
+        """The rules (core/state/rules.py) between our canonical names and the published ones."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A model package's declarations."""
+
+    name: str
+    title: str
+    model_type: str
+    sizes: tuple[Size, ...]
+    presets: tuple[Preset, ...]
+    huggingface: HuggingFace
+
+    def size(self, name: str) -> Size:
+        """The size called `name`. Raises ConfigError naming those there are."""
+        for size in self.sizes:
+            if size.name == name:
+                return size
+        works = ", ".join(size.name for size in self.sizes)
+        raise ConfigError([Fault(setting="--size", value=name, rule=f"is not a size of {self.name}", works=works)])
+
+
+def all_families() -> tuple[Family, ...]:
+    """Every family in `models/`, by name."""
+    package = importlib.import_module("models")
+    names = sorted(module.name for module in pkgutil.iter_modules(package.__path__) if module.ispkg)
+    return tuple(importlib.import_module(f"models.{name}").FAMILY for name in names)
+
+
+def find_family(name: str) -> Family:
+    """The family called `name`, or the one whose published checkpoints carry it as `model_type`. Raises ConfigError."""
+    families = all_families()
+    for family in families:
+        if name in (family.name, family.model_type):
+            return family
+    works = ", ".join(family.name for family in families)
+    raise ConfigError([Fault(setting="MODEL", value=name, rule="is not a model of the zoo", works=works)])

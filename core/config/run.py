@@ -1,0 +1,90 @@
+"""Everything one training run is made of, as one frozen value that can be written to JSON and read back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from core.config.architecture import ModelConfig
+from core.config.mapping import ParallelConfig
+from core.config.precision import PrecisionConfig
+
+ScheduleName = Literal["cosine", "wsd"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Length and batch of a run. Sequences are `sequence_tokens` long; a global batch has `global_batch` of them.
+
+    steps: where this run stops. schedule_steps: how long the learning-rate schedule is (None: as long as `steps`).
+    eval_interval: steps between measurements of the validation loss, each over `eval_sequences` sequences.
+    sample_tokens: length of the generated sample before and after training.
+    """
+
+    steps: int
+    schedule_steps: int | None = None
+    sequence_tokens: int
+    global_batch: int
+    microbatch: int
+    seed: int = 0
+    eval_interval: int = 50
+    eval_sequences: int = 32
+    sample_tokens: int = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW with decoupled weight decay on matrices only, and a learning rate that warms up linearly.
+
+    schedule: `cosine` falls to min_learning_rate at the end; `wsd` stays flat and falls linearly over the last decay_steps.
+    clip_norm: largest global gradient norm (None: no clipping).
+    """
+
+    learning_rate: float
+    min_learning_rate: float = 0.0
+    warmup_steps: int = 0
+    schedule: ScheduleName = "cosine"
+    decay_steps: int = 0
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float | None = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """What is read: `path` of a file or folder (None: the Python standard library's own sources).
+
+    tokenizer: a tokenizer.json to use (None: a byte-level BPE of the model's vocabulary, trained on the data once).
+    validation_fraction: share of the documents, split by document, kept for the validation loss.
+    """
+
+    path: str | None = None
+    tokenizer: str | None = None
+    validation_fraction: float = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """A checkpoint every `interval` steps (and at the end); the newest `keep` are kept."""
+
+    interval: int = 100
+    keep: int = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One run: what is computed, where, on what, how."""
+
+    family: str
+    size: str
+    hardware: str
+    ranks: int
+    model: ModelConfig
+    parallel: ParallelConfig
+    train: TrainConfig
+    optimizer: OptimizerConfig
+    data: DataConfig
+    precision: PrecisionConfig
+    checkpoint: CheckpointConfig

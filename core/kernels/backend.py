@@ -1,0 +1,26 @@
+"""Which implementation of an operation runs on a device, decided by what the device has and said by name."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+MatmulBackend = Literal["native", "float32"]
+ExpertsBackend = Literal["fused_loop", "grouped_mm"]
+
+
+def matmul_backend(dtype: torch.dtype, device: torch.device) -> MatmulBackend:
+    """`native`: the product runs in `dtype`. `float32`: operands are widened, the product runs in float32 and is rounded once.
+
+    A processor without bfloat16 instructions multiplies bfloat16 matrices over a hundred times slower than float32 ones;
+    widening gives the same products (exact in float32) and the same single rounding at the end.
+    """
+    if device.type == "cpu" and dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return "float32"
+    return "native"
+
+
+def experts_backend(dtype: torch.dtype, device: torch.device) -> ExpertsBackend:
+    """How the grouped experts run: torch's grouped product on a GPU in bfloat16, one fused loop over experts elsewhere."""
+    return "grouped_mm" if device.type == "cuda" and dtype == torch.bfloat16 else "fused_loop"

@@ -1,0 +1,128 @@
+"""The experts' matrix products: one function over all experts, in three forms of one definition (report section 4.3.2).
+
+Rows lie sorted by expert, counts[e] of them for expert e, so that expert e's rows are one contiguous piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from core.kernels.backend import experts_backend, matmul_backend
+from core.kernels.swiglu import swiglu, swiglu_backward, swiglu_forward
+
+
+def expert_mlp(rows_RH: Tensor, weight_R: Tensor, gate_up: Tensor, down: Tensor, counts: Sequence[int]) -> Tensor:
+    """Every row through its expert's SwiGLU MLP, times the row's router weight: [R, H].
+
+    rows_RH: [R, H] sorted by expert. weight_R: [R] float32, applied between activation and second product, so that no
+    expert output must be kept for its gradient. gate_up: [e, 2, F, H]; down: [e, H, F]; counts: rows of each of the e experts.
+    Raises ValueError where the counts do not add up to R.
+    """
+    if sum(counts) != rows_RH.shape[0]:
+        raise ValueError(f"{sum(counts)} rows are counted for the experts, but there are {rows_RH.shape[0]}")
+    if experts_backend(rows_RH.dtype, rows_RH.device) == "grouped_mm":
+        return expert_mlp_grouped_mm(rows_RH, weight_R, gate_up, down, counts)
+    return _FusedLoop.apply(rows_RH, weight_R, gate_up, down, tuple(counts))
+
+
+def expert_mlp_loop(rows_RH: Tensor, weight_R: Tensor, gate_up: Tensor, down: Tensor, counts: Sequence[int]) -> Tensor:
+    """The definition of `expert_mlp`: a plain loop over experts, differentiated by autograd, in any float dtype."""
+    outputs = []
+    for e, (rows, weights) in enumerate(zip(rows_RH.split(list(counts)), weight_R.split(list(counts)), strict=True)):
+        hidden = F.linear(rows, gate_up[e].flatten(0, 1))
+        outputs.append(F.linear(swiglu(hidden, weights), down[e]))
+    return torch.cat(outputs) if outputs else rows_RH.new_zeros(0, down.shape[1])
+
+
+def expert_mlp_grouped_mm(
+    rows_RH: Tensor, weight_R: Tensor, gate_up: Tensor, down: Tensor, counts: Sequence[int]
+) -> Tensor:
+    """`expert_mlp` by torch's grouped product. Row sizes must be multiples of 16 bytes (torch's rule)."""
+    ends = torch.tensor(counts, device=rows_RH.device).cumsum(0).to(torch.int32)
+    hidden = F.grouped_mm(rows_RH, gate_up.flatten(1, 2).transpose(1, 2), offs=ends)
+    return F.grouped_mm(swiglu(hidden, weight_R), down.transpose(1, 2), offs=ends)
+
+
+class _FusedLoop(torch.autograd.Function):
+    """`expert_mlp_loop` with every expert's piece taken through both products while it is in the cache.
+
+    Gradients of the weights are written straight into one tensor per weight: indexing an expert under autograd would build a
+    zero tensor of all experts' size for each of them. Kept for the backward: the rows and the first product, not the
+    activation.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, weight_R: Tensor, gate_up: Tensor, down: Tensor, counts: tuple[int, ...]
+    ) -> Tensor:
+        ffn, work = down.shape[2], _work_dtype(rows)
+        hidden = rows.new_empty(rows.shape[0], 2 * ffn)
+        out = rows.new_empty(rows.shape[0], down.shape[1])
+        start = 0
+        for e, count in enumerate(counts):
+            piece = slice(start, start + count)
+            start += count
+            if not count:
+                continue
+            product = rows[piece].to(work) @ gate_up[e].flatten(0, 1).to(work).T
+            hidden[piece] = product
+            act = swiglu_forward(product[:, :ffn], product[:, ffn:], weight_R[piece].to(work))
+            _product(act, down[e].to(work).T, out[piece])
+        ctx.save_for_backward(rows, weight_R, gate_up, down, hidden)
+        ctx.counts = counts
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
+        rows, weight_R, gate_up, down, hidden = ctx.saved_tensors
+        grad_rows, grad_weight = torch.empty_like(rows), torch.empty_like(weight_R)
+        grad_gate_up, grad_down = torch.empty_like(gate_up), torch.empty_like(down)
+        start = 0
+        for e, count in enumerate(ctx.counts):
+            piece = slice(start, start + count)
+            start += count
+            if not count:
+                grad_gate_up[e].zero_()
+                grad_down[e].zero_()
+                continue
+            _expert_backward(
+                (grads[0][piece], rows[piece], weight_R[piece], gate_up[e].flatten(0, 1), down[e], hidden[piece]),
+                (grad_rows[piece], grad_weight[piece], grad_gate_up[e].flatten(0, 1), grad_down[e]),
+            )
+        return grad_rows, grad_weight, grad_gate_up, grad_down, None
+
+
+def _expert_backward(saved: tuple[Tensor, ...], out: tuple[Tensor, ...]) -> None:
+    """One expert's gradients, written to `out` (rows, weights, gate_up [2F, H], down [H, F])."""
+    work = _work_dtype(saved[0])
+    grad, rows, weight, gate_up, down, hidden = (tensor.to(work) for tensor in saved)
+    ffn = down.shape[1]
+    gate, up = hidden[:, :ffn], hidden[:, ffn:]
+    grad_act = grad @ down
+    _product(grad.T, swiglu_forward(gate, up, weight), out[3])
+    grad_hidden = torch.empty_like(hidden)
+    grad_weight = swiglu_backward(
+        grad_act, gate, up, weight, out_gate=grad_hidden[:, :ffn], out_up=grad_hidden[:, ffn:]
+    )
+    assert grad_weight is not None, "a weight was given"
+    out[1].copy_(grad_weight)
+    _product(grad_hidden, gate_up, out[0])
+    _product(grad_hidden.T, rows, out[2])
+
+
+def _work_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which the products of `x` run on its device."""
+    return torch.float32 if matmul_backend(x.dtype, x.device) == "float32" else x.dtype
+
+
+def _product(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """out = a @ b, rounded to out's dtype."""
+    if out.dtype == a.dtype:
+        torch.mm(a, b, out=out)
+    else:
+        out.copy_(a @ b)

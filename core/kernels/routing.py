@@ -1,0 +1,53 @@
+"""The arithmetic of the router, in float32 (semantics: report section 2.1; DeepSeek-V3, arXiv 2412.19437 section 2.1.2)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from core.config.architecture import Groups, Score
+
+
+def scores_of(logits_TE: Tensor, score: Score) -> Tensor:
+    """What the choice is made by, before any bias: [T, E]."""
+    if score == "sigmoid":
+        return torch.sigmoid(logits_TE)
+    return torch.softmax(logits_TE, dim=-1) if score == "softmax" else logits_TE
+
+
+def keep_groups(scores_TE: Tensor, groups: Groups, top_k: int) -> Tensor:
+    """The scores with all but the `kept` best groups at -inf; a group counts the sum of its best top_k // kept scores."""
+    tokens, experts = scores_TE.shape
+    grouped = scores_TE.view(tokens, groups.total, experts // groups.total)
+    best = min(max(1, top_k // groups.kept), grouped.shape[-1])
+    of_group = grouped.topk(best, dim=-1).values.sum(-1)
+    kept = torch.zeros_like(of_group, dtype=torch.bool).scatter_(1, of_group.topk(groups.kept, dim=-1).indices, True)
+    return grouped.masked_fill(~kept[:, :, None], float("-inf")).view(tokens, experts)
+
+
+def choose(scores_TE: Tensor, top_k: int, groups: Groups | None, bias_E: Tensor | None) -> Tensor:
+    """The top_k experts of every token by score plus bias, best first: [T, K] int64. No gradient."""
+    selection = scores_TE.detach()
+    if bias_E is not None:
+        selection = selection + bias_E
+    if groups is not None:
+        selection = keep_groups(selection, groups, top_k)
+    return selection.topk(top_k, dim=-1).indices
+
+
+def weights_of(scores_TE: Tensor, experts_TK: Tensor, *, score: Score, normalise: bool, scale: float) -> Tensor:
+    """The weights of the chosen experts, from unbiased scores, so that gradients reach the router: [T, K]."""
+    chosen = scores_TE.gather(1, experts_TK)
+    if score == "softmax_after_top_k":
+        chosen = torch.softmax(chosen, dim=-1)
+    elif normalise:
+        chosen = chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
+    return chosen * scale if scale != 1.0 else chosen
+
+
+def balance_scores(logits_TE: Tensor, score: Score) -> Tensor:
+    """Probabilities over all experts that the auxiliary losses see, apart from the routing: [T, E], rows add up to 1."""
+    if score == "sigmoid":
+        scores = torch.sigmoid(logits_TE)
+        return scores / scores.sum(-1, keepdim=True)
+    return torch.softmax(logits_TE, dim=-1)

@@ -1,0 +1,142 @@
+"""What keeps the experts evenly used: auxiliary losses, z-loss, and the bias that follows the load.
+
+Every loss is a share of one sum over the global batch (contract 4): summed over microbatches and ranks, balanced routing gives
+exactly the coefficient, whatever the mapping. Counts carry no gradient. (Switch: arXiv 2101.03961; report section 2.2;
+DeepSeek-V3: arXiv 2412.19437 sections 2.1.2.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from core.config.architecture import AuxLoss, Router, ZLoss
+from core.kernels.routing import balance_scores
+from core.parallel.collectives import all_reduce_sum
+from core.parallel.groups import Group
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """How often each expert was the choice of the balance scores: counts_E int64, over `tokens` tokens (float scalar tensor)."""
+
+    counts_E: Tensor
+    tokens: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class BalanceScope:
+    """What the balance of one layer in one microbatch is measured over.
+
+    lengths: tokens of each sequence, in order. valid_T: bool, False for padding (None: no padding). global_tokens: tokens of
+    the global batch without padding. seen: load of the whole world in the earlier microbatches of this global batch, where
+    the model balances over the global batch and there was one. tokens: the ranks that share the tokens of the batch.
+    """
+
+    lengths: tuple[int, ...]
+    valid_T: Tensor | None
+    global_tokens: int
+    seen: Load | None
+    tokens: Group
+
+
+@dataclass(frozen=True, kw_only=True)
+class BalanceLosses:
+    """Shares of the global losses by name (`aux_microbatch`, `aux_sequence`, `aux_global_batch`, `z`), coefficients applied.
+
+    load: of the whole world up to and including this microbatch, where the model balances over the global batch.
+    """
+
+    by_name: dict[str, Tensor]
+    load: Load | None
+
+
+def balance_losses(logits_TE: Tensor, router: Router, top_k: int, scope: BalanceScope) -> BalanceLosses:
+    """Every loss that `router` declares, on the float32 logits [T, E] of one layer. Communicates only for `global_batch`."""
+    by_name: dict[str, Tensor] = {}
+    load = None
+    aux = [balance for balance in router.balance if isinstance(balance, AuxLoss)]
+    if aux:
+        scores_TE, chosen_TE = _scores_and_choices(logits_TE, router, top_k, scope.valid_T)
+    for balance in router.balance:
+        if isinstance(balance, ZLoss):
+            by_name["z"] = balance.coefficient * _z_loss(logits_TE, scope)
+        elif isinstance(balance, AuxLoss):
+            if balance.scope == "global_batch":
+                load = _global_load(chosen_TE, scope)
+                value = _against_load(scores_TE, load, top_k, scope)
+            else:
+                lengths = scope.lengths if balance.scope == "sequence" else (logits_TE.shape[0],)
+                value = _per_piece(scores_TE, chosen_TE, lengths, top_k, scope)
+            by_name[f"aux_{balance.scope}"] = balance.coefficient * value
+    return BalanceLosses(by_name=by_name, load=load)
+
+
+def moved_bias(bias_E: Tensor, counts_E: Tensor, rate: float) -> Tensor:
+    """The expert bias after one step: up by `rate` for experts below the mean load, down above it, unmoved at it.
+
+    counts_E: final choices of the whole global batch, summed over all ranks. The bias is not recentred: only differences
+    between experts change the choice.
+    """
+    counts = counts_E.to(torch.float32)
+    return bias_E + rate * torch.sign(counts.mean() - counts)
+
+
+def _scores_and_choices(logits_TE: Tensor, router: Router, top_k: int, valid_T: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Balance scores and their plain top-k as 0/1, both [T, E] float: bias and groups do not enter, padding is zero."""
+    scores = balance_scores(logits_TE, router.score)
+    picked = scores.detach().topk(top_k, dim=-1).indices
+    chosen = torch.zeros_like(scores).scatter_(1, picked, 1.0)
+    if valid_T is not None:
+        keep = valid_T[:, None].to(scores.dtype)
+        scores, chosen = scores * keep, chosen * keep
+    return scores, chosen.detach()
+
+
+def _z_loss(logits_TE: Tensor, scope: BalanceScope) -> Tensor:
+    """This microbatch's share of the mean over tokens of logsumexp(logits)^2."""
+    squares = torch.logsumexp(logits_TE, dim=-1).square()
+    if scope.valid_T is not None:
+        squares = squares * scope.valid_T
+    return squares.sum() / max(1, scope.global_tokens)
+
+
+def _per_piece(
+    scores_TE: Tensor, chosen_TE: Tensor, lengths: tuple[int, ...], top_k: int, scope: BalanceScope
+) -> Tensor:
+    """Sum over pieces of (tokens of the piece / tokens of the global batch) * E * sum_i f_i P_i.
+
+    f_i = counts / (K * tokens) and P_i = mean score, both over the piece; weighting by tokens makes the sum over all pieces a
+    mean over tokens, so that it does not depend on which microbatch or rank a piece lies in.
+    """
+    experts = scores_TE.shape[1]
+    count, longest = len(lengths), max(lengths, default=0)
+    if count * longest == scores_TE.shape[0]:
+        shape = (count, longest, experts)
+        counts_SE, sums_SE = chosen_TE.view(shape).sum(1), scores_TE.view(shape).sum(1)
+    else:
+        sequence = torch.repeat_interleave(torch.tensor(lengths, device=scores_TE.device))
+        zeros = scores_TE.new_zeros(count, experts)
+        counts_SE, sums_SE = zeros.index_add(0, sequence, chosen_TE), zeros.index_add(0, sequence, scores_TE)
+    tokens_S = counts_SE.sum(1).clamp(min=1.0) / top_k
+    return ((counts_SE * sums_SE).sum(1) / tokens_S).sum() * (experts / (top_k * max(1, scope.global_tokens)))
+
+
+def _global_load(chosen_TE: Tensor, scope: BalanceScope) -> Load:
+    """The load of the world over this global batch so far; one all-reduce of E + 1 numbers."""
+    counts = chosen_TE.sum(0)
+    tokens = (
+        chosen_TE.new_tensor(float(chosen_TE.shape[0])) if scope.valid_T is None else scope.valid_T.sum().to(counts)
+    )
+    summed = all_reduce_sum(torch.cat([counts, tokens[None]]), scope.tokens)
+    if scope.seen is not None:
+        summed = summed + torch.cat([scope.seen.counts_E, scope.seen.tokens[None]])
+    return Load(counts_E=summed[:-1], tokens=summed[-1])
+
+
+def _against_load(scores_TE: Tensor, load: Load, top_k: int, scope: BalanceScope) -> Tensor:
+    """This microbatch's share of E * sum_i f_i P_i, with f of the global batch so far and P of the global batch."""
+    fraction = load.counts_E / (top_k * load.tokens.clamp(min=1.0))
+    return (fraction * scores_TE.sum(0)).sum() * (scores_TE.shape[1] / max(1, scope.global_tokens))

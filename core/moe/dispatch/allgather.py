@@ -1,0 +1,72 @@
+"""The all-gather dispatcher: every rank of the expert group sees all its tokens and computes those of its own experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from core.kernels.permute import RowMap, map_rows, permute, permute_weights, unpermute
+from core.moe.dispatch.protocol import ExpertRows, Rows
+from core.moe.router import Routing
+from core.parallel.collectives import all_gather_rows, reduce_scatter_rows
+from core.parallel.groups import Group
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllGatherPlan:
+    """Tokens of every rank of the group, the experts that all of them chose, and the map of my experts' rows."""
+
+    tokens: list[int]
+    experts_TK: Tensor
+    mine: RowMap | None = None
+
+
+class AllGatherDispatcher:
+    """Moves every token to every rank: little latency for few tokens or a small group, bytes that grow with the group."""
+
+    def __init__(self, experts: int, group: Group) -> None:
+        if experts % group.size:
+            raise ValueError(f"{experts} experts do not divide over {group.size} ranks")
+        self.local_experts = experts // group.size
+        self.group = group
+
+    def dispatch_preprocess(self, hidden_TH: Tensor, routing: Routing) -> tuple[Rows, AllGatherPlan]:
+        """Two small all-gathers: how many tokens each rank has, and which experts they chose."""
+        count = torch.tensor([hidden_TH.shape[0]], device=hidden_TH.device)
+        tokens = all_gather_rows(count, [1] * self.group.size, self.group).tolist()
+        experts = all_gather_rows(routing.experts_TK, tokens, self.group)
+        return Rows(hidden=hidden_TH, weights=routing.weights_TK), AllGatherPlan(tokens=tokens, experts_TK=experts)
+
+    def dispatch(self, rows: Rows, plan: AllGatherPlan) -> Rows:
+        """Two all-gathers: tokens, and router weights."""
+        return Rows(
+            hidden=all_gather_rows(rows.hidden, plan.tokens, self.group),
+            weights=all_gather_rows(rows.weights, plan.tokens, self.group),
+        )
+
+    def dispatch_postprocess(self, rows: Rows, plan: AllGatherPlan) -> tuple[ExpertRows, AllGatherPlan]:
+        """Keep the rows of my own experts, sorted."""
+        experts = plan.experts_TK
+        first = self.group.position * self.local_experts
+        local = torch.where((experts >= first) & (experts < first + self.local_experts), experts - first, -1)
+        mine = map_rows(local, self.local_experts)
+        weights = permute_weights(rows.weights, mine)
+        counts = tuple(mine.counts_E.tolist())
+        return ExpertRows(hidden_RH=permute(rows.hidden, mine), weights_R=weights, counts=counts), replace(
+            plan, mine=mine
+        )
+
+    def combine_preprocess(self, rows_RH: Tensor, plan: AllGatherPlan) -> Tensor:
+        """Sum each token's rows of my experts: [all tokens of the group, H]."""
+        assert plan.mine is not None, "dispatch_postprocess comes first"
+        return unpermute(rows_RH, plan.mine)
+
+    def combine(self, rows_RH: Tensor, plan: AllGatherPlan) -> Tensor:
+        """One reduce-scatter: every rank gets the sums of its own tokens."""
+        return reduce_scatter_rows(rows_RH, plan.tokens, self.group)
+
+    def combine_postprocess(self, rows_RH: Tensor, plan: AllGatherPlan) -> Tensor:
+        """Nothing is left to do."""
+        return rows_RH

@@ -1,0 +1,36 @@
+"""The routed experts that one rank holds."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from core.config.architecture import MoE
+from core.kernels.grouped_matmul import expert_mlp
+from core.layers.place import Place
+from core.moe.dispatch.protocol import ExpertRows
+from core.state.box import part
+from core.state.spec import Normal, TensorSpec
+
+
+class Experts(nn.Module):
+    """gate_up [e, 2, ffn, hidden] and down [e, hidden, ffn]: the e = E / ep experts of this rank of the expert group."""
+
+    def __init__(self, config: MoE, hidden: int, *, init_std: float, place: Place) -> None:
+        super().__init__()
+        shapes = ((config.experts, 2, config.expert_ffn, hidden), (config.experts, hidden, config.expert_ffn))
+        init = Normal(std=init_std)
+        self.declared = tuple(
+            TensorSpec(
+                shape=s, box=part(s, 0, place.groups.ep.position, place.groups.ep.size), replicas="expert", init=init
+            )
+            for s in shapes
+        )
+        self.gate_up, self.down = (nn.Parameter(place.empty(*spec.box.shape)) for spec in self.declared)
+
+    def specs(self) -> dict[str, TensorSpec]:
+        """The declarations of both weights."""
+        return {"gate_up": self.declared[0], "down": self.declared[1]}
+
+    def forward(self, rows: ExpertRows) -> Tensor:
+        """Each row through its expert, times its router weight: [R, hidden]."""
+        return expert_mlp(rows.hidden_RH, rows.weights_R, self.gate_up, self.down, rows.counts)

@@ -1,0 +1,51 @@
+"""The MoE layer: router, dispatch, experts, combine, and the shared experts beside them (report section 2)."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from core.config.architecture import MoE
+from core.layers.mlp import SwiGLU
+from core.layers.place import Place
+from core.moe.balance import BalanceScope
+from core.moe.dispatch.allgather import AllGatherDispatcher
+from core.moe.dispatch.alltoall import AllToAllDispatcher
+from core.moe.dispatch.protocol import Dispatcher
+from core.moe.experts import Experts
+from core.moe.router import Router, Routing
+
+
+class MoELayer(nn.Module):
+    """[T, hidden] to [T, hidden] and the routing, which carries losses and loads."""
+
+    def __init__(self, config: MoE, hidden: int, init_std: float, place: Place) -> None:
+        super().__init__()
+        self.router = Router(config, hidden, init_std=init_std, place=place)
+        self.experts = Experts(config, hidden, init_std=init_std, place=place)
+        shared = config.shared.count * config.expert_ffn if config.shared else 0
+        self.shared = SwiGLU(hidden, shared, init_std=init_std, place=place) if config.shared else None
+        self.dispatcher = make_dispatcher(config.experts, place)
+
+    def forward(
+        self, hidden_TH: Tensor, scope: BalanceScope | None = None, valid_T: Tensor | None = None
+    ) -> tuple[Tensor, Routing]:
+        """`scope` is given in training; valid_T: bool, False for padding, which reaches no expert."""
+        routing = self.router(hidden_TH, scope, valid_T)
+        rows, plan = self.dispatcher.dispatch_preprocess(hidden_TH, routing)
+        rows = self.dispatcher.dispatch(rows, plan)
+        arrived, plan = self.dispatcher.dispatch_postprocess(rows, plan)
+        out = self.dispatcher.combine_preprocess(self.experts(arrived), plan)
+        out = self.dispatcher.combine(out, plan)
+        out = self.dispatcher.combine_postprocess(out, plan)
+        if self.shared is not None:
+            out = out + self.shared(hidden_TH)
+        return out, routing
+
+
+def make_dispatcher(experts: int, place: Place) -> Dispatcher:
+    """The dispatcher that the mapping names."""
+    match place.parallel.dispatcher:
+        case "allgather":
+            return AllGatherDispatcher(experts, place.groups.ep)
+        case "alltoall":
+            return AllToAllDispatcher(experts, place.groups.ep)

@@ -1,0 +1,71 @@
+"""The router: scores, bias, groups, top-k, weights; always in float32 (report section 2.1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from core.config.architecture import ExpertBias, MoE
+from core.kernels.routing import choose, scores_of, weights_of
+from core.layers.place import Place
+from core.moe.balance import BalanceLosses, BalanceScope, balance_losses
+from core.state.box import whole
+from core.state.spec import Constant, Normal, TensorSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """Where a layer's tokens go.
+
+    experts_TK: int64 expert of every choice, -1 for padding. weights_TK: float32, with gradient. counts_E: int64 choices per
+    expert on this rank, padding left out. balance: losses, None outside training.
+    """
+
+    experts_TK: Tensor
+    weights_TK: Tensor
+    counts_E: Tensor
+    balance: BalanceLosses | None
+
+
+class Router(nn.Module):
+    """weight [E, hidden]; bias [E] float32 where the load is balanced by a bias: it moves the choice, never the weights."""
+
+    bias: Tensor | None
+
+    def __init__(self, config: MoE, hidden: int, *, init_std: float, place: Place) -> None:
+        super().__init__()
+        self.config = config
+        self.init_std = init_std
+        self.weight = nn.Parameter(place.empty(config.experts, hidden))
+        biased = any(isinstance(balance, ExpertBias) for balance in config.router.balance)
+        bias = torch.zeros(config.experts, dtype=torch.float32, device=place.device) if biased else None
+        self.register_buffer("bias", bias)
+
+    def specs(self) -> dict[str, TensorSpec]:
+        """The declarations of the weight and, where there is one, of the bias."""
+        shape = tuple(self.weight.shape)
+        found = {"weight": TensorSpec(shape=shape, box=whole(shape), replicas="dense", init=Normal(std=self.init_std))}
+        if self.bias is not None:
+            zero, size = Constant(value=0.0), tuple(self.bias.shape)
+            found["bias"] = TensorSpec(
+                shape=size, box=whole(size), replicas="dense", init=zero, decay=False, trained=False
+            )
+        return found
+
+    def forward(self, hidden_TH: Tensor, scope: BalanceScope | None, valid_T: Tensor | None = None) -> Routing:
+        """Route [T, hidden]; `scope` is given in training, when balance losses are wanted."""
+        router, experts = self.config.router, self.config.experts
+        wide = torch.float64 if hidden_TH.dtype == torch.float64 else torch.float32
+        logits = F.linear(hidden_TH.to(wide), self.weight.to(wide))
+        scores = scores_of(logits, router.score)
+        chosen = choose(scores, self.config.top_k, router.groups, self.bias)
+        weights = weights_of(scores, chosen, score=router.score, normalise=router.normalise, scale=router.scale)
+        if valid_T is not None:
+            chosen = chosen.masked_fill(~valid_T[:, None], -1)
+            weights = weights * valid_T[:, None]
+        counts = torch.bincount((chosen.flatten() + 1), minlength=experts + 1)[1:]
+        balance = None if scope is None else balance_losses(logits, router, self.config.top_k, scope)
+        return Routing(experts_TK=chosen, weights_TK=weights, counts_E=counts, balance=balance)

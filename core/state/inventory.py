@@ -1,0 +1,79 @@
+"""A module tree as canonical state: name -> declaration and piece. Whoever needs parameters by name asks here (contract 5)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from core.parallel.groups import Group, Groups
+from core.state.seed import normal
+from core.state.sharded import ShardedTensor
+from core.state.spec import Normal, TensorSpec
+
+
+@runtime_checkable
+class Declares(Protocol):
+    """A module that owns tensors and says what they are."""
+
+    def specs(self) -> dict[str, TensorSpec]:
+        """The declaration of every parameter and buffer of this module itself, by attribute name."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One tensor of a model: its declaration and this rank's piece."""
+
+    spec: TensorSpec
+    tensor: Tensor
+
+
+def declared(model: nn.Module) -> dict[str, Entry]:
+    """Every tensor of `model` by canonical name, in module order. A tensor without a declaration, or of another shape than
+    declared, is our own mistake: AssertionError."""
+    found: dict[str, Entry] = {}
+    for path, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
+        specs = module.specs() if isinstance(module, Declares) else {}
+        assert set(own) == set(specs), f"{path}: owns {sorted(own)} but declares {sorted(specs)}"
+        for name, tensor in own.items():
+            spec = specs[name]
+            assert tuple(tensor.shape) == spec.box.shape, (
+                f"{path}.{name}: {tuple(tensor.shape)} is not {spec.box.shape}"
+            )
+            found[f"{path}.{name}" if path else name] = Entry(spec=spec, tensor=tensor)
+    return found
+
+
+def replicas(spec: TensorSpec, groups: Groups) -> Group:
+    """The ranks that hold equal copies of a tensor's piece."""
+    return groups.edp if spec.replicas == "expert" else groups.replicas
+
+
+def inventory(model: nn.Module, groups: Groups) -> dict[str, ShardedTensor]:
+    """Every tensor of `model` as a piece of the canonical state, data shared with the model."""
+    pieces = {}
+    for name, entry in declared(model).items():
+        group = replicas(entry.spec, groups)
+        pieces[name] = ShardedTensor(
+            name=name,
+            shape=entry.spec.shape,
+            box=entry.spec.box,
+            data=entry.tensor.detach(),
+            copy=group.position,
+            copies=group.size,
+        )
+    return pieces
+
+
+@torch.no_grad()
+def initialise(model: nn.Module, seed: int) -> None:
+    """Fill every tensor of `model` as declared: the same values under every mapping."""
+    for name, entry in declared(model).items():
+        if isinstance(entry.spec.init, Normal):
+            entry.tensor.copy_(normal(seed, name, entry.spec.box, std=entry.spec.init.std))
+        else:
+            entry.tensor.fill_(entry.spec.init.value)

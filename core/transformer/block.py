@@ -1,0 +1,43 @@
+"""One transformer layer: norm, attention, norm, MLP or MoE, each around a residual stream."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from core.attention.gqa import GroupedQueryAttention
+from core.attention.mla import MultiHeadLatentAttention
+from core.config.architecture import GQA, Dense, Layer, ModelConfig
+from core.layers.mlp import SwiGLU
+from core.layers.norm import RMSNorm
+from core.layers.place import Place
+from core.moe.layer import MoELayer
+from core.moe.router import Routing
+from core.transformer.context import Context
+
+
+class Block(nn.Module):
+    """[T, hidden] to [T, hidden]; `path` is its canonical name."""
+
+    def __init__(self, layer: Layer, model: ModelConfig, path: str, place: Place) -> None:
+        super().__init__()
+        self.path = path
+        self.attention_norm = RMSNorm(model.norm, model.hidden, place=place)
+        kind = GroupedQueryAttention if isinstance(layer.attention, GQA) else MultiHeadLatentAttention
+        self.attention = kind(layer.attention, model, place=place)
+        self.mlp_norm = RMSNorm(model.norm, model.hidden, place=place)
+        if isinstance(layer.mlp, Dense):
+            self.mlp: SwiGLU | MoELayer = SwiGLU(model.hidden, layer.mlp.ffn, init_std=model.init_std, place=place)
+        else:
+            self.mlp = MoELayer(layer.mlp, model.hidden, model.init_std, place)
+
+    def forward(self, hidden_TH: Tensor, context: Context) -> tuple[Tensor, Routing | None]:
+        """The layer's output, and its routing where it is an MoE layer."""
+        hidden_TH = hidden_TH + self.attention(self.attention_norm(hidden_TH), context.packing, context.turn)
+        normed = self.mlp_norm(hidden_TH)
+        if isinstance(self.mlp, SwiGLU):
+            return hidden_TH + self.mlp(normed), None
+        scope = None
+        if context.balance is not None:
+            scope = context.balance.scope(self.path, context.packing, context.valid_T)
+        out, routing = self.mlp(normed, scope, context.valid_T)
+        return hidden_TH + out, routing

@@ -1,0 +1,104 @@
+"""Each step is in the file once, whatever was killed, and TensorBoard reads the same numbers."""
+
+import json
+import sys
+from pathlib import Path
+from subprocess import run as run_process
+
+import pytest
+
+from core.training.metrics import MetricsWriter, StepMetrics, read_metrics
+
+
+def step(number: int, **more: object) -> StepMetrics:
+    return StepMetrics(
+        step=number,
+        loss=5.0 / number,
+        learning_rate=1e-3,
+        grad_norm=0.5,
+        tokens_per_second=7.0,
+        tokens=13 * number,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def test_a_line_holds_what_was_measured_and_nothing_else(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(step(1))
+        load = {"layers.1.mlp": (0.25, 0.75)}
+        writer.write(step(2, expert_load=load, seconds={"data": 0.5}, validation_loss=4.5, worst_load=1.5))
+    plain = {"learning_rate": 1e-3, "grad_norm": 0.5, "tokens_per_second": 7.0}
+    more = {"expert_load": {"layers.1.mlp": [0.25, 0.75]}, "seconds": {"data": 0.5}}
+    assert read_metrics(tmp_path) == [
+        {"step": 1, "loss": 5.0, "tokens": 13, **plain},
+        {"step": 2, "loss": 2.5, "tokens": 26, **plain, **more, "validation_loss": 4.5, "worst_load": 1.5},
+    ]
+
+
+def test_a_line_is_readable_before_the_writer_closes(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path)
+    writer.write(step(1))
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1]
+    writer.close()
+
+
+@pytest.mark.parametrize("resumed", [0, 1, 3, 9])
+def test_resuming_leaves_each_step_once(tmp_path: Path, resumed: int) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        for number in range(1, 6):
+            writer.write(step(number))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "lo')
+    with MetricsWriter(tmp_path, resume_from_step=resumed) as writer:
+        for number in range(resumed + 1, 12):
+            writer.write(step(number))
+    kept = range(1, min(resumed, 5) + 1)
+    assert [line["step"] for line in read_metrics(tmp_path)] == [*kept, *range(resumed + 1, 12)]
+
+
+def test_a_new_run_never_writes_over_an_old_one(tmp_path: Path) -> None:
+    MetricsWriter(tmp_path).close()
+    with pytest.raises(FileExistsError):
+        MetricsWriter(tmp_path)
+
+
+def test_a_loss_that_is_not_finite_is_null_and_still_json(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(step(1, mtp_loss=float("nan"), expert_load={"a": (float("inf"),)}))
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    parsed = json.loads(line, parse_constant=pytest.fail)
+    assert parsed["mtp_loss"] is None and parsed["expert_load"] == {"a": [None]}
+
+
+def test_a_torn_last_line_is_left_out_and_a_torn_middle_one_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert read_metrics(path) == []
+    path.write_text('{"step": 1}\n{"step": 2}\n{"st')
+    assert [line["step"] for line in read_metrics(path)] == [1, 2]
+    path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
+    with pytest.raises(ValueError, match="line 2"):
+        read_metrics(path)
+
+
+def test_tensorboard_reads_the_same_numbers(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with MetricsWriter(tmp_path) as writer:
+        for number in (1, 2, 3):
+            writer.write(step(number, expert_load={"layers.0.mlp": (0.2, 0.8)}))
+    with MetricsWriter(tmp_path, resume_from_step=2) as writer:
+        writer.write(step(3, validation_loss=4.25))
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss/train")] == [(1, 5.0), (2, 2.5), (3, pytest.approx(5 / 3))]
+    assert [(e.step, e.value) for e in events.Scalars("loss/validation")] == [(3, 4.25)]
+    assert events.Scalars("experts/layers.0.mlp")[0].value == pytest.approx(1.6)
+
+
+def test_metrics_need_no_torch() -> None:
+    code = (
+        "import sys, tempfile, pathlib, core.training.metrics as m;"
+        "m.MetricsWriter(pathlib.Path(tempfile.mkdtemp())).close();"
+        "sys.exit('torch' in sys.modules or 'tensorflow' in sys.modules)"
+    )
+    assert run_process([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,142 @@
+"""The training loop: steps, validation, checkpoints, stopping. What it saves and records to is handed in."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from core.config.flops import flops_per_token
+from core.config.run import RunConfig
+from core.data.loader import Loader
+from core.optim.chained import ChainedOptimizer
+from core.optim.schedules import learning_rate
+from core.parallel.collectives import all_reduce_sum
+from core.parallel.groups import Groups
+from core.training.batch import TokenBatch, to_device
+from core.training.evaluate import validation_loss
+from core.training.metrics import StepMetrics
+from core.training.step import StepResult, train_step
+from core.transformer.stage import Stage
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hooks:
+    """What the loop calls: save(step, tokens) makes a checkpoint, record(metrics) is called on every rank after every step,
+    stop() says whether this rank was asked to end."""
+
+    save: Callable[[int, int], None]
+    record: Callable[[StepMetrics], None]
+    stop: Callable[[], bool]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a run has come: optimizer steps done, and tokens trained on."""
+
+    step: int
+    tokens: int
+
+
+class Trainer:
+    """One rank's side of a run."""
+
+    def __init__(
+        self,
+        run: RunConfig,
+        model: Stage,
+        optimizer: ChainedOptimizer,
+        groups: Groups,
+        *,
+        train: Loader,
+        validation: Loader,
+        matmul_rate: float,
+    ) -> None:
+        self.run = run
+        self.model = model
+        self.optimizer = optimizer
+        self.groups = groups
+        self.train = train
+        self.validation = validation
+        self.matmul_rate = matmul_rate
+
+    def go(self, start: Progress, hooks: Hooks) -> Progress:
+        """Train from `start` to train.steps, or until any rank is asked to stop; the last step is saved. Returns how far."""
+        now, saved, config = start, start.step, self.run.train
+        while now.step < config.steps and not self._any(hooks.stop()):
+            metrics = self._step(now)
+            now = Progress(step=metrics.step, tokens=metrics.tokens)
+            hooks.record(metrics)
+            if now.step % self.run.checkpoint.interval == 0:
+                hooks.save(now.step, now.tokens)
+                saved = now.step
+        if now.step != saved:
+            hooks.save(now.step, now.tokens)
+        return now
+
+    def validate(self) -> float:
+        """The loss on the fixed validation windows, nats per token."""
+        device = self.model.place.device
+        batches = [to_device(b, device) for b in self.validation.validation(self.run.train.eval_sequences)]
+        return validation_loss(self.model, batches, self.groups)
+
+    def _step(self, before: Progress) -> StepMetrics:
+        """One step from reading to metrics; validation, where it is due, is not part of its time."""
+        config = self.run.train
+        begin = time.perf_counter()
+        batches = self._read(before.step)
+        read = time.perf_counter()
+        schedule = config.schedule_steps or config.steps
+        rate = learning_rate(self.run.optimizer, before.step, schedule)
+        result = train_step(self.model, self.optimizer, batches, rate=rate, groups=self.groups)
+        seconds = time.perf_counter() - begin
+        step = before.step + 1
+        due = step % config.eval_interval == 0 or step == config.steps
+        validation = self.validate() if due else None
+        phases = {"data": read - begin, **result.seconds}
+        if validation is not None:
+            phases["validation"] = time.perf_counter() - begin - seconds
+        return self._metrics(step, before.tokens, result, rate, seconds, phases, validation)
+
+    def _read(self, step: int) -> list[TokenBatch]:
+        return [to_device(microbatch, self.model.place.device) for microbatch in self.train.batches(step)]
+
+    def _metrics(
+        self,
+        step: int,
+        tokens_before: int,
+        result: StepResult,
+        rate: float,
+        seconds: float,
+        phases: Mapping[str, float],
+        validation: float | None,
+    ) -> StepMetrics:
+        work = flops_per_token(self.run.model, self.run.train.sequence_tokens) * result.tokens
+        load = {layer: _shares(counts) for layer, counts in result.expert_counts.items()}
+        return StepMetrics(
+            step=step,
+            loss=result.loss,
+            learning_rate=rate,
+            grad_norm=result.gradient_norm,
+            tokens_per_second=result.tokens / seconds,
+            tokens=tokens_before + result.tokens,
+            mfu=work / seconds / self.matmul_rate,
+            worst_load=max((max(shares) * len(shares) for shares in load.values()), default=None),
+            expert_load=load,
+            mtp_loss=sum(result.ahead) / len(result.ahead) if result.ahead else None,
+            aux_loss=sum(result.balance.values()) if result.balance else None,
+            seconds=phases,
+            validation_loss=validation,
+        )
+
+    def _any(self, flag: bool) -> bool:
+        """Whether any rank's flag is set, the same answer on all: they must leave the loop at the same step."""
+        mine = torch.tensor([float(flag)], device=self.model.place.device)
+        return bool(all_reduce_sum(mine, self.groups.world).item() > 0)
+
+
+def _shares(counts: list[int]) -> tuple[float, ...]:
+    total = max(1, sum(counts))
+    return tuple(count / total for count in counts)

@@ -32,7 +32,7 @@ STACK_SECONDS = 2.0  # what a hanging rank gets to write its stack
 LOG_TAIL = 2000  # characters of a dead rank's output that are shown
 
 
-class RanksFailed(Exception):
+class RanksFailedError(Exception):
     """A run that did not give a result on every rank. `ranks` are those that raised, died or hung, first failure first."""
 
     def __init__(self, message: str, ranks: Sequence[int]) -> None:
@@ -40,15 +40,15 @@ class RanksFailed(Exception):
         self.ranks = tuple(ranks)
 
 
-class RankRaised(RanksFailed):
+class RankRaisedError(RanksFailedError):
     """A rank raised an exception; the message holds its traceback."""
 
 
-class RankDied(RanksFailed):
+class RankDiedError(RanksFailedError):
     """A rank's process ended during the run."""
 
 
-class RanksHung(RanksFailed):
+class RanksHungError(RanksFailedError):
     """Some ranks did not answer in time; the message holds their Python stacks."""
 
 
@@ -81,7 +81,7 @@ class Ranks:
         """The results of `function(rank, world, *args)` on `world` ranks, by rank; torch.distributed is initialised there.
 
         `function` is defined at the top of a module. Arguments and results are pickled, tensors as detached CPU tensors.
-        Raises RankRaised, RankDied, or RanksHung after `timeout_seconds`; the pool is then replaced.
+        Raises RankRaisedError, RankDiedError, or RanksHungError after `timeout_seconds`; the pool is then replaced.
         """
         if not 1 <= world <= LARGEST_WORLD:
             raise ValueError(f"world={world}: the pool has ranks for worlds of 1 to {LARGEST_WORLD}")
@@ -148,15 +148,15 @@ class Ranks:
             if answers.raised or answers.died:
                 end = min(end, time.monotonic() + GRACE_SECONDS)
         if answers.died:
-            raise RankDied(_describe_deaths(workers, answers), answers.died)
+            raise RankDiedError(_describe_deaths(workers, answers), answers.died)
         if answers.raised:
             told = [
                 f"rank {rank} raised, in a world of {len(workers)}:\n{text}" for rank, text in answers.raised.items()
             ]
-            raise RankRaised("\n".join(told), list(answers.raised))
+            raise RankRaisedError("\n".join(told), list(answers.raised))
         if pending:
             late = sorted(pending.values())
-            raise RanksHung(_describe_hang(workers, late, timeout_seconds), late)
+            raise RanksHungError(_describe_hang(workers, late, timeout_seconds), late)
         return answers
 
 

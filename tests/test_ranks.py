@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import RankDied, RankRaised, Ranks, RanksHung
+from tests.ranks import RankDiedError, RankRaisedError, Ranks, RanksHungError
 
 Point = namedtuple("Point", ["x", "y"])
 
@@ -124,7 +124,7 @@ def test_an_exception_on_one_rank_names_it_at_once_though_the_others_hang(ranks:
     ranks.run(_echo, 3)
     start = time.monotonic()
     with pytest.raises(
-        RankRaised, match=f"rank {guilty} raised(.|\n)*in _raise_on(.|\n)*ValueError: guilty is {guilty}"
+        RankRaisedError, match=f"rank {guilty} raised(.|\n)*in _raise_on(.|\n)*ValueError: guilty is {guilty}"
     ) as e:
         ranks.run(_raise_on, 3, guilty)
     assert e.value.ranks[0] == guilty
@@ -133,19 +133,19 @@ def test_an_exception_on_one_rank_names_it_at_once_though_the_others_hang(ranks:
 
 
 def test_an_exception_on_every_rank_names_every_rank(ranks: Ranks) -> None:
-    with pytest.raises(RankRaised) as e:
+    with pytest.raises(RankRaisedError) as e:
         ranks.run(_raise_everywhere, 3)
     assert sorted(e.value.ranks) == [0, 1, 2]
     assert "assert rank < 0" in str(e.value)
 
 
 def test_a_result_that_cannot_travel_is_an_error_of_its_rank(ranks: Ranks) -> None:
-    with pytest.raises(RankRaised, match="rank 0 raised"):
+    with pytest.raises(RankRaisedError, match="rank 0 raised"):
         ranks.run(_unpicklable, 1)
 
 
 def test_a_rank_that_dies_is_named_with_its_exit_code_and_last_words(ranks: Ranks) -> None:
-    with pytest.raises(RankDied, match="rank 1 died with exit code 41(.|\n)*last words") as e:
+    with pytest.raises(RankDiedError, match=r"rank 1 died with exit code 41(.|\n)*last words") as e:
         ranks.run(_exit_on, 3, 1)
     assert e.value.ranks[0] == 1
     assert len(ranks.run(_sum_of_ranks, 4, 1.0)) == 4
@@ -153,7 +153,7 @@ def test_a_rank_that_dies_is_named_with_its_exit_code_and_last_words(ranks: Rank
 
 def test_a_rank_that_hangs_in_python_is_named_with_its_stack(ranks: Ranks) -> None:
     ranks.run(_echo, 3)
-    with pytest.raises(RanksHung, match=r"ranks \[1\] of a world of 3(.|\n)*in _sleep_on") as e:
+    with pytest.raises(RanksHungError, match=r"ranks \[1\] of a world of 3(.|\n)*in _sleep_on") as e:
         ranks.run(_sleep_on, 3, 1, timeout_seconds=1.0)
     assert e.value.ranks == (1,)
     assert ranks.run(_sleep_on, 3, 7) == [0, 1, 2]
@@ -161,7 +161,7 @@ def test_a_rank_that_hangs_in_python_is_named_with_its_stack(ranks: Ranks) -> No
 
 def test_ranks_that_hang_in_a_collective_are_named_with_their_stacks(ranks: Ranks) -> None:
     ranks.run(_echo, 3)
-    with pytest.raises(RanksHung, match=r"ranks \[1, 2\] of a world of 3(.|\n)*in _wait_for_nobody"):
+    with pytest.raises(RanksHungError, match=r"ranks \[1, 2\] of a world of 3(.|\n)*in _wait_for_nobody"):
         ranks.run(_wait_for_nobody, 3, timeout_seconds=1.0)
     assert len(ranks.run(_sum_of_ranks, 2, 1.0)) == 2
 

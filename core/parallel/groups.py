@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
 
 from core.config.mapping import ParallelConfig
 from core.parallel.mesh import Folding, Mesh, fold
+
+# A group does not inherit the timeout of the world: left alone, torch lets a collective that nobody answers wait half an hour.
+TIMEOUT = timedelta(minutes=5)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,29 +59,38 @@ def one_rank() -> Groups:
     return Groups(**{name: alone for name in (*_DENSE, *_EXPERT)})
 
 
-def make_groups(mesh: Mesh, rank: int) -> Groups:
-    """The groups of `rank`. Every rank of the world must call it, in the same order: making a group is collective."""
+def make_groups(mesh: Mesh, rank: int, *, timeout: timedelta = TIMEOUT) -> Groups:
+    """The groups of `rank`. Every rank of the world must call it, in the same order: making a group is collective.
+
+    timeout: how long a collective waits for the other ranks before it raises.
+    """
     made: dict[tuple[int, ...], dist.ProcessGroup] = {}
     mine: dict[str, Group] = {}
     for folding, names in ((mesh.dense, _DENSE), (mesh.expert, _EXPERT)):
         for name, axes in names.items():
-            mine[name] = _make(folding, axes, rank, made)
+            mine[name] = _make(folding, axes, rank, made, timeout)
     return Groups(**mine)
 
 
-def groups_for(parallel: ParallelConfig) -> Groups:
+def groups_for(parallel: ParallelConfig, *, timeout: timedelta = TIMEOUT) -> Groups:
     """The groups of this process under `parallel`: of the initialised world, or of one rank where there is none."""
     if not dist.is_initialized():
         return one_rank()
-    return make_groups(fold(parallel, dist.get_world_size()), dist.get_rank())
+    return make_groups(fold(parallel, dist.get_world_size()), dist.get_rank(), timeout=timeout)
 
 
-def _make(folding: Folding, axes: tuple[str, ...], rank: int, made: dict[tuple[int, ...], dist.ProcessGroup]) -> Group:
+def _make(
+    folding: Folding,
+    axes: tuple[str, ...],
+    rank: int,
+    made: dict[tuple[int, ...], dist.ProcessGroup],
+    timeout: timedelta,
+) -> Group:
     """My group over `axes`; groups with equal ranks share one process group, kept in `made` while a mesh is built."""
     found: Group | None = None
     for ranks in folding.groups(axes):
         if len(ranks) > 1 and ranks not in made:
-            made[ranks] = dist.new_group(list(ranks))
+            made[ranks] = dist.new_group(list(ranks), timeout=timeout)
         if rank in ranks:
             found = Group(ranks=ranks, position=ranks.index(rank), handle=made.get(ranks))
     assert found is not None, f"rank {rank} is in no group over {axes}"

@@ -59,7 +59,7 @@ class Folding:
     def groups(self, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """Every group over `axes`, by first rank: together they hold each rank once."""
         free = [axis in axes for axis in self.axes]
-        firsts = [()]
+        firsts: list[tuple[int, ...]] = [()]
         for i, size in enumerate(self.sizes):
             firsts = [c + (j,) for c in firsts for j in (range(1) if free[i] else range(size))]
         return tuple(self.members(rank, axes) for rank in sorted(self.rank_at(c) for c in firsts))

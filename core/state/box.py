@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -51,3 +52,42 @@ def intersect(a: Box, b: Box) -> Box | None:
     if any(h <= l for l, h in zip(low, high, strict=True)):
         return None
     return Box(offset=low, shape=tuple(h - l for l, h in zip(low, high, strict=True)))
+
+
+def shifted(box: Box, origin: tuple[int, ...]) -> Box:
+    """The same box in the coordinates of a piece that starts at `origin`."""
+    return Box(offset=tuple(o - z for o, z in zip(box.offset, origin, strict=True)), shape=box.shape)
+
+
+def tiling_fault(target: Box, boxes: Sequence[Box]) -> str | None:
+    """Why `boxes` do not tile `target` (hold each of its elements exactly once and none outside), or None if they do.
+
+    Empty boxes count for nothing. The message gives the first hole, overlap or excess in the tensor's coordinates.
+    """
+    filled = [box for box in boxes if box.elements]
+    for box in filled:
+        if len(box.offset) != len(target.offset) or intersect(box, target) != box:
+            return f"offset {box.offset} shape {box.shape} reaches outside offset {target.offset} shape {target.shape}"
+    return _first_fault(target, filled, ()) if target.elements else None
+
+
+def _first_fault(target: Box, boxes: list[Box], corner: tuple[int, ...]) -> str | None:
+    """The sweep behind `tiling_fault`: slab by slab along the next dimension, with the boxes that span each slab."""
+    d = len(corner)
+    if d == len(target.offset):
+        if len(boxes) == 1:
+            return None
+        held = "by no piece" if not boxes else f"{len(boxes)} times"
+        return f"the element at {corner} is held {held}"
+    ends = {box.offset[d] + box.shape[d] for box in boxes}
+    cuts = sorted(ends | {box.offset[d] for box in boxes} | {target.offset[d], target.offset[d] + target.shape[d]})
+    coming = sorted(boxes, key=lambda box: box.offset[d], reverse=True)
+    active: list[Box] = []
+    for low in cuts[:-1]:
+        active = [box for box in active if box.offset[d] + box.shape[d] > low]
+        while coming and coming[-1].offset[d] <= low:
+            active.append(coming.pop())
+        fault = _first_fault(target, active, (*corner, low))
+        if fault:
+            return fault
+    return None

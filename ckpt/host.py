@@ -1,0 +1,52 @@
+"""Tensors to numpy arrays and back, bit for bit, in every element type of ckpt/dtype.py."""
+
+from __future__ import annotations
+
+import zlib
+
+import ml_dtypes
+import numpy as np
+import torch
+from torch import Tensor
+
+from core.errors import CheckpointError
+
+# Types that numpy has only through ml_dtypes: (torch type, type of the same width that both know, numpy type).
+_FOREIGN = {
+    "bfloat16": (torch.bfloat16, torch.uint16, np.dtype(ml_dtypes.bfloat16)),
+    "float8_e4m3fn": (torch.float8_e4m3fn, torch.uint8, np.dtype(ml_dtypes.float8_e4m3fn)),
+    "float8_e5m2": (torch.float8_e5m2, torch.uint8, np.dtype(ml_dtypes.float8_e5m2)),
+    "float8_e8m0fnu": (torch.float8_e8m0fnu, torch.uint8, np.dtype(ml_dtypes.float8_e8m0fnu)),
+}
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """The name of a tensor's element type."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def to_numpy(tensor: Tensor) -> np.ndarray:
+    """The tensor's values in row-major order: shared with a contiguous tensor on the host, else copied there."""
+    host = tensor.detach().cpu().contiguous()
+    name = dtype_name(tensor)
+    if name in _FOREIGN:
+        _, same_width, numpy_dtype = _FOREIGN[name]
+        return host.view(same_width).numpy().view(numpy_dtype)
+    try:
+        return host.numpy()
+    except TypeError:
+        raise CheckpointError(f"dtype {name} cannot be stored in a checkpoint") from None
+
+
+def checksum(array: np.ndarray) -> int:
+    """The crc32 of an array's elements in row-major order (little-endian, as every machine that trains is)."""
+    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+
+def to_torch(array: np.ndarray) -> Tensor:
+    """The tensor with an array's values, sharing its memory where that is writable and contiguous."""
+    array = np.require(array, requirements=("C", "W"))
+    if array.dtype.name in _FOREIGN:
+        torch_dtype, same_width, _ = _FOREIGN[array.dtype.name]
+        return torch.from_numpy(array.view(str(same_width).removeprefix("torch."))).view(torch_dtype)
+    return torch.from_numpy(array)

@@ -1,0 +1,97 @@
+"""Canonical states of random bits, cut for simulated ranks; every truth here is the global tensor itself."""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ckpt.folders import only_saver, open_partial
+from ckpt.load import read_into
+from ckpt.manifest import read_manifest
+from ckpt.plan import plan_save
+from ckpt.save import commit, describe, write_share
+from ckpt.store.zarr import ZarrStore
+from core.state.box import Box
+from core.state.sharded import ShardedTensor
+
+Rank = list[ShardedTensor]
+
+
+def random_bits(name: str, shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Every bit pattern of the type may occur, NaN and subnormal numbers too."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+    if dtype is torch.bool:
+        return torch.randint(0, 2, tuple(shape), generator=generator).bool()
+    size = torch.empty((), dtype=dtype).element_size()
+    count = torch.Size(shape).numel()
+    return torch.randint(0, 256, (count * size,), generator=generator).to(torch.uint8).view(dtype).reshape(tuple(shape))
+
+
+def bits(tensor: Tensor) -> bytes:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def poisoned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """NaN in every floating type that has it, and nothing that a checkpoint of these tests holds in the others."""
+    return (
+        torch.full((*shape, torch.empty((), dtype=dtype).element_size()), 0xFF, dtype=torch.uint8)
+        .view(dtype)
+        .reshape(tuple(shape))
+        if dtype is not torch.bool
+        else torch.zeros(tuple(shape), dtype=dtype)
+    )
+
+
+def cut(name: str, tensor: Tensor, parts: Sequence[int], copies: int = 1) -> list[Rank]:
+    """`tensor` in equal parts along each dimension, the first dimension slowest; each part on `copies` following ranks."""
+    shape = tuple(tensor.shape)
+    size = tuple(s // p for s, p in zip(shape, parts, strict=True))
+    ranks = []
+    for place in itertools.product(*map(range, parts)):
+        box = Box(offset=tuple(p * s for p, s in zip(place, size, strict=True)), shape=size)
+        for copy in range(copies):
+            ranks.append([piece(name, tensor, box, copy, copies)])
+    return ranks
+
+
+def piece(name: str, tensor: Tensor, box: Box, copy: int = 0, copies: int = 1) -> ShardedTensor:
+    data = tensor[box.slices].clone()
+    return ShardedTensor(name=name, shape=tuple(tensor.shape), box=box, data=data, copy=copy, copies=copies)
+
+
+def joined(*states: list[Rank]) -> list[Rank]:
+    """Several tensors, each cut for the same ranks, as one state."""
+    return [[tensor for rank in ranks for tensor in rank] for ranks in zip(*states, strict=True)]
+
+
+def target_like(rank: Rank) -> Rank:
+    return [
+        ShardedTensor(name=t.name, shape=t.shape, box=t.box, data=poisoned(t.box.shape, t.data.dtype)) for t in rank
+    ]
+
+
+def save_as_ranks(run: Path, step: int, ranks: list[Rank], extra: Mapping[str, Any] | None = None) -> Path:
+    """What `save` does, with the ranks one after the other in this process."""
+    store = ZarrStore()
+    plan = plan_save([describe(rank) for rank in ranks])
+    with only_saver(run):
+        partial = open_partial(run, step)
+        store.begin(partial, [write.array for write in plan.writes])
+        pieces = [write_share(partial, plan, tuple(tensors), rank, store) for rank, tensors in enumerate(ranks)]
+        return commit(run, step, partial, plan, pieces, extra or {}, store)
+
+
+def assert_loads(folder: Path, ranks: list[Rank], truth: Mapping[str, Tensor]) -> None:
+    """Each rank reads its own pieces into poisoned memory and holds exactly the bits of the global tensors."""
+    manifest = read_manifest(folder)
+    for rank in ranks:
+        targets = target_like(rank)
+        read_into(folder, manifest, targets)
+        for target in targets:
+            assert bits(target.data) == bits(truth[target.name][target.box.slices]), f"{target.name} {target.box}"

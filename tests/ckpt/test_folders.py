@@ -1,0 +1,100 @@
+"""Every state in which a kill can leave the folders: the last good checkpoint is found, and the next save tidies up."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from ckpt.folders import latest, steps, survey
+from ckpt.manifest import MANIFEST
+from ckpt.save import save
+from core.parallel.groups import one_rank
+from core.state.box import whole
+from tests.ckpt.pieces import assert_loads, piece
+
+ALONE = one_rank().world
+
+
+def truth(step: int) -> dict[str, Tensor]:
+    return {"w": torch.full((3, 5), float(step))}
+
+
+def write(run: Path, step: int, keep: int = 9) -> Path:
+    return save(run, step, [piece("w", truth(step)["w"], whole((3, 5)))], {}, ALONE, keep)
+
+
+def assert_is(folder: Path | None, step: int) -> None:
+    assert folder is not None
+    assert_loads(folder, [[piece("w", truth(step)["w"], whole((3, 5)))]], truth(step))
+
+
+def names(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").glob("step_*"))
+
+
+def test_a_partial_folder_is_skipped_said_and_removed_by_the_next_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, 1)
+    shutil.copytree(write(tmp_path, 2), tmp_path / "checkpoints/step_00000003.00ab.partial")
+    with caplog.at_level(logging.WARNING):
+        assert_is(latest(tmp_path), 2)
+    assert "step_00000003.00ab.partial: half-written" in caplog.text
+    write(tmp_path, 4)
+    assert names(tmp_path) == ["step_00000001", "step_00000002", "step_00000004"]
+
+
+def test_killed_between_the_two_renames_of_a_replacement_the_older_save_still_counts(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    aside = write(tmp_path, 2).rename(tmp_path / "checkpoints/step_00000002.00ab.replaced")
+    assert latest(tmp_path) == aside and steps(tmp_path) == (1, 2)
+    assert_is(aside, 2)
+    write(tmp_path, 3)
+    assert names(tmp_path) == ["step_00000001", "step_00000002", "step_00000003"]
+    assert_is(tmp_path / "checkpoints/step_00000002", 2)
+
+
+def test_killed_while_the_replaced_one_was_removed_the_new_one_counts(tmp_path: Path) -> None:
+    half_removed = tmp_path / "checkpoints/step_00000002.00ab.replaced"
+    shutil.copytree(write(tmp_path, 2), half_removed)
+    (half_removed / "tensors/w/c.0.0").unlink()
+    assert latest(tmp_path) == tmp_path / "checkpoints/step_00000002"
+    assert survey(tmp_path).incomplete == ()
+    write(tmp_path, 3)
+    assert names(tmp_path) == ["step_00000002", "step_00000003"]
+
+
+def test_killed_while_pruning_nothing_half_removed_is_ever_found(tmp_path: Path) -> None:
+    write(tmp_path, 1).rename(tmp_path / "checkpoints/step_00000001.00ab.removed")
+    write_two = write(tmp_path, 2)
+    assert latest(tmp_path) == write_two and steps(tmp_path) == (2,)
+    assert names(tmp_path) == ["step_00000002"]
+
+
+@pytest.mark.parametrize("hurt", [MANIFEST, "tensors/w/c.0.0", "tensors/w/zarr.json"])
+def test_a_damaged_newest_is_skipped_with_its_reason_and_not_pruned_away_for(
+    tmp_path: Path, hurt: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, 1)
+    file = write(tmp_path, 2) / hurt
+    file.write_bytes(file.read_bytes()[:-3])
+    with caplog.at_level(logging.WARNING):
+        assert_is(latest(tmp_path), 1)
+    assert "step_00000002" in caplog.text and Path(hurt).name in caplog.text
+    write(tmp_path, 3, keep=2)
+    assert steps(tmp_path) == (1, 3), "a damaged checkpoint does not take the place of a good one"
+
+
+def test_other_files_and_folders_beside_the_checkpoints_are_left_alone(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    mine = tmp_path / "checkpoints" / "step_of_mine"
+    mine.mkdir()
+    (tmp_path / "checkpoints" / "step_00000009").write_text("a file")
+    write(tmp_path, 2, keep=1)
+    assert mine.is_dir() and (tmp_path / "checkpoints" / "step_00000009").is_file()
+    assert steps(tmp_path) == (2,)

@@ -1,0 +1,106 @@
+"""Boxes against the plainest truth: an array of counters, one per element."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from core.state.box import Box, intersect, part, shifted, tiling_fault, whole
+
+
+def boxes_in(shape: tuple[int, ...]) -> st.SearchStrategy[Box]:
+    """Boxes inside `shape`, empty ones too."""
+
+    @st.composite
+    def draw_box(draw: st.DrawFn) -> Box:
+        ends = [sorted((draw(st.integers(0, size)), draw(st.integers(0, size)))) for size in shape]
+        return Box(offset=tuple(low for low, _ in ends), shape=tuple(high - low for low, high in ends))
+
+    return draw_box()
+
+
+shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
+
+
+def marks(shape: tuple[int, ...], boxes: list[Box]) -> np.ndarray:
+    counts = np.zeros(shape, dtype=int)
+    for box in boxes:
+        counts[box.slices] += 1
+    return counts
+
+
+@given(st.data(), shapes)
+def test_two_boxes_share_exactly_the_elements_that_lie_in_both(data: st.DataObject, shape: tuple[int, ...]) -> None:
+    a, b = data.draw(boxes_in(shape)), data.draw(boxes_in(shape))
+    shared = intersect(a, b)
+    in_both = marks(shape, [a]) * marks(shape, [b])
+    assert np.array_equal(in_both, marks(shape, [shared] if shared else []))
+
+
+@given(st.data(), shapes)
+def test_boxes_tile_a_target_exactly_if_each_element_is_counted_once(
+    data: st.DataObject, shape: tuple[int, ...]
+) -> None:
+    target = data.draw(boxes_in(shape))
+    # Pieces of a true tiling, of which some are dropped and some foreign ones added: both outcomes are common.
+    pieces = split(target, data.draw)
+    if pieces and data.draw(st.booleans()):
+        pieces.pop(data.draw(st.integers(0, len(pieces) - 1)))
+    if data.draw(st.booleans()):
+        pieces.append(data.draw(boxes_in(shape)))
+    exact = np.array_equal(marks(shape, [target]), marks(shape, pieces))
+    assert (tiling_fault(target, pieces) is None) == exact
+
+
+def split(box: Box, draw: st.DrawFn) -> list[Box]:
+    """A tiling of `box` by cuts in drawn places."""
+    cuttable = [d for d, size in enumerate(box.shape) if size > 1]
+    if not cuttable or not box.elements or not draw(st.booleans()):
+        return [box]
+    d = draw(st.sampled_from(cuttable))
+    at = draw(st.integers(1, box.shape[d] - 1))
+    low = Box(offset=box.offset, shape=(*box.shape[:d], at, *box.shape[d + 1 :]))
+    offset = (*box.offset[:d], box.offset[d] + at, *box.offset[d + 1 :])
+    high = Box(offset=offset, shape=(*box.shape[:d], box.shape[d] - at, *box.shape[d + 1 :]))
+    return split(low, draw) + split(high, draw)
+
+
+def test_a_hole_an_overlap_and_an_excess_are_told_apart_and_placed() -> None:
+    target = whole((5, 3))
+    upper, lower = Box(offset=(0, 0), shape=(2, 3)), Box(offset=(2, 0), shape=(3, 3))
+    assert tiling_fault(target, [lower, upper]) is None
+    assert tiling_fault(target, [upper]) == "the element at (2, 0) is held by no piece"
+    assert (
+        tiling_fault(target, [upper, lower, Box(offset=(4, 2), shape=(1, 1))])
+        == "the element at (4, 2) is held 2 times"
+    )
+    assert "reaches outside" in str(tiling_fault(target, [upper, Box(offset=(2, 0), shape=(4, 3))]))
+
+
+def test_a_scalar_is_tiled_by_one_scalar_box_and_an_empty_tensor_by_nothing() -> None:
+    scalar = whole(())
+    assert tiling_fault(scalar, [scalar]) is None
+    assert tiling_fault(scalar, []) == "the element at () is held by no piece"
+    assert tiling_fault(scalar, [scalar, scalar]) == "the element at () is held 2 times"
+    assert tiling_fault(whole((0, 7)), []) is None
+
+
+def test_many_row_pieces_are_checked_in_a_moment() -> None:
+    rows = [Box(offset=(i, 0), shape=(1, 4)) for i in range(20_000)]
+    assert tiling_fault(whole((20_000, 4)), rows) is None
+    del rows[12_345]
+    assert tiling_fault(whole((20_000, 4)), rows) == "the element at (12345, 0) is held by no piece"
+
+
+def test_equal_parts_tile_their_tensor_and_a_size_that_does_not_divide_is_refused() -> None:
+    assert tiling_fault(whole((6, 5)), [part((6, 5), 0, i, 3) for i in range(3)]) is None
+    with pytest.raises(ValueError, match="does not divide"):
+        part((6, 5), 1, 0, 2)
+
+
+def test_a_shifted_box_points_at_the_same_elements_of_the_piece() -> None:
+    tensor = np.arange(35).reshape(5, 7)
+    outer, inner = Box(offset=(1, 2), shape=(4, 5)), Box(offset=(3, 4), shape=(2, 2))
+    assert np.array_equal(tensor[outer.slices][shifted(inner, outer.offset).slices], tensor[inner.slices])

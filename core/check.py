@@ -108,7 +108,7 @@ def _router(router: Router) -> Iterator[Fault]:
 def _groups(moe: MoE) -> Iterator[Fault]:
     groups = moe.router.groups
     assert groups is not None, "asked about the groups of a router without any"
-    faults = tuple(_positive("model.moe.router.groups", groups, "total", "kept"))
+    faults = tuple(_positive("model.moe.router.groups", groups, "total", "kept", "best"))
     yield from faults
     if faults:
         return
@@ -119,10 +119,10 @@ def _groups(moe: MoE) -> Iterator[Fault]:
         yield Fault(setting=f"{key}.total", value=groups.total, rule=rule, works=works)
         return
     per_group = moe.experts // groups.total
-    least, most = math.ceil(moe.top_k / per_group), min(groups.total, moe.top_k)
+    least, most = math.ceil(moe.top_k / per_group), groups.total
     if not least <= groups.kept <= most:
         rule = (
-            f"must be at most {key}.total={groups.total} and model.moe.top_k={moe.top_k}, and hold top_k experts "
+            f"must be at most {key}.total={groups.total}, and hold the model.moe.top_k={moe.top_k} experts of a token "
             f"in groups of {per_group}"
         )
         works = f"{least} to {most}" if least < most else f"{least}" if least == most else "a smaller model.moe.top_k"

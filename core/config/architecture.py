@@ -97,10 +97,15 @@ Balance = AuxLoss | ZLoss | ExpertBias
 
 @dataclass(frozen=True, kw_only=True)
 class Groups:
-    """Group-limited routing: `total` contiguous groups of experts, of which a token may use `kept`."""
+    """Group-limited routing: `total` contiguous groups of experts, of which a token may use `kept`.
+
+    A group counts as much as its `best` highest selection scores together: two in DeepSeek-V3's published code, whatever
+    top-k is.
+    """
 
     total: int
     kept: int
+    best: int = 2
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,12 +15,11 @@ def scores_of(logits_TE: Tensor, score: Score) -> Tensor:
     return torch.softmax(logits_TE, dim=-1) if score == "softmax" else logits_TE
 
 
-def keep_groups(scores_TE: Tensor, groups: Groups, top_k: int) -> Tensor:
-    """The scores with all but the `kept` best groups at -inf; a group counts the sum of its best top_k // kept scores."""
+def keep_groups(scores_TE: Tensor, groups: Groups) -> Tensor:
+    """The scores with all but the `kept` best groups at -inf; a group counts the sum of its `best` highest scores."""
     tokens, experts = scores_TE.shape
     grouped = scores_TE.view(tokens, groups.total, experts // groups.total)
-    best = min(max(1, top_k // groups.kept), grouped.shape[-1])
-    of_group = grouped.topk(best, dim=-1).values.sum(-1)
+    of_group = grouped.topk(min(groups.best, grouped.shape[-1]), dim=-1).values.sum(-1)
     kept = torch.zeros_like(of_group, dtype=torch.bool).scatter_(1, of_group.topk(groups.kept, dim=-1).indices, True)
     return grouped.masked_fill(~kept[:, :, None], float("-inf")).view(tokens, experts)
 
@@ -31,7 +30,7 @@ def choose(scores_TE: Tensor, top_k: int, groups: Groups | None, bias_E: Tensor 
     if bias_E is not None:
         selection = selection + bias_E
     if groups is not None:
-        selection = keep_groups(selection, groups, top_k)
+        selection = keep_groups(selection, groups)
     return selection.topk(top_k, dim=-1).indices
 
 

@@ -46,6 +46,8 @@ class Stage(nn.Module):
         super().__init__()
         self.config = model
         self.place = place
+        # What ckpt/huggingface.py knows of the folder that the weights came from; None for a model made here.
+        self.origin: object | None = None
         self.embedding = Vocabulary(model.vocab, model.hidden, init_std=model.init_std, place=place)
         self.layers = nn.ModuleDict(
             {str(i): Block(layer, model, f"layers.{i}", place) for i, layer in enumerate(model.layers)}

@@ -1,0 +1,15 @@
+"""Mixtral: grouped-query attention, and in every layer a few large experts of which a token uses two."""
+
+from core.config.family import Family
+from models.mixtral.architecture import SIZES
+from models.mixtral.huggingface import HUGGINGFACE
+from models.mixtral.presets import PRESETS
+
+FAMILY = Family(
+    name="mixtral",
+    title="Mixtral",
+    model_type="mixtral",
+    sizes=SIZES,
+    presets=PRESETS,
+    huggingface=HUGGINGFACE,
+)

@@ -155,11 +155,18 @@ def _folder(root: Path) -> tuple[Path, ...]:
     if not files:
         raise DataError(f"{root}: the folder is empty. Put text, .jsonl(.gz/.zst) or .parquet files into it.")
     for file in files:
-        if not file.is_file():  # a pipe or a device would block for ever, a dangling link has no text
+        if not _is_regular(file):  # a pipe or a device would block for ever, a dangling link has no text
             raise DataError(
                 f"{file}: not a regular file (a broken link, a pipe or a device). Take it out of the data folder."
             )
     return tuple(files)
+
+
+def _is_regular(file: Path) -> bool:
+    try:
+        return file.is_file()
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read: {error.strerror}. Check that you may read it.") from error
 
 
 def _standard_library() -> Corpus:

@@ -83,21 +83,21 @@ def _read_text(path: Path, name: str, part_bytes: int) -> Iterator[Document]:
             _refuse_binary(path, block)
         rest += block
         while len(rest) > part_bytes:
-            cut = _cut(rest[:part_bytes])
+            cut = _cut(rest, part_bytes)
             yield Document(name=f"{name}#{parts}", text=_decode(path, rest[:cut], offset))
             rest, offset, parts = rest[cut:], offset + cut, parts + 1
     yield Document(name=f"{name}#{parts}" if parts else name, text=_decode(path, rest, offset))
 
 
-def _cut(data: bytes) -> int:
-    """Where to cut: after the last line end, or else before the last character begins (which may continue behind `data`)."""
-    line_end = data.rfind(b"\n")
+def _cut(data: bytes, limit: int) -> int:
+    """Where to cut `data`, at most `limit` bytes in: after the last line end, or else where a character begins."""
+    line_end = data.rfind(b"\n", 0, limit)
     if line_end >= 0:
         return line_end + 1
-    start = len(data) - 1
-    while start > max(1, len(data) - 4) and data[start] & 0xC0 == 0x80:
-        start -= 1
-    return max(1, start)
+    place = limit
+    while place > limit - 3 and data[place] & 0xC0 == 0x80:  # 10xxxxxx continues a character, at most three of them
+        place -= 1
+    return place
 
 
 def _refuse_binary(path: Path, head: bytes) -> None:

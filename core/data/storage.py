@@ -69,9 +69,9 @@ def token_dtype(vocab: int) -> str:
 
 def is_prepared(folder: Path) -> bool:
     """Whether `folder` is, or was once, written by `prepare`; whether it is whole is for `open_tokens` to say."""
-    if (folder / SPLITS[0] / TOKENS).is_file():
-        return True
     try:
+        if (folder / SPLITS[0] / TOKENS).is_file():
+            return True
         return f'"{FORMAT}"' in (folder / INDEX).read_text(encoding="utf-8", errors="replace")[:4096]
     except OSError:
         return False

@@ -1,0 +1,95 @@
+"""A planned run in words: folder, mapping, batch arithmetic, parameters, and every setting with its origin."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from core.config.counts import Counts, count_parameters
+from core.config.family import Family
+from core.config.override import settings
+from core.config.run import RunConfig
+from core.parallel.mesh import Folding, fold
+from launch.request import Planned
+
+SHOWN_GROUPS = 4
+
+
+def describe(planned: Planned, out: Path) -> str:
+    """What would run, in some forty lines."""
+    run = planned.run
+    counts = count_parameters(run.model)
+    mesh = fold(run.parallel, run.ranks)
+    lines = [
+        f"{run.family} {run.size} on {run.hardware}, {run.ranks} {'rank' if run.ranks == 1 else 'ranks'}",
+        f"  run folder   {out}",
+        f"  parameters   {parameters(counts)}, {short(counts.active)} active a token",
+        f"  attention    {_folding(mesh.dense)}",
+        f"  experts      {_folding(mesh.expert)}",
+        *(f"               {line}" for line in (*_groups(mesh.dense, "dp"), *_groups(mesh.expert, "ep"))),
+        *(f"  {line}" for line in _batch(run, mesh.dense.size("dp"))),
+        f"  data         {run.data.path or 'the Python standard library of this interpreter'}",
+        "",
+        "settings (and where each comes from)",
+    ]
+    shown = {"ranks": run.ranks, **settings(run)}
+    width = max(map(len, shown))
+    texts = {
+        key: ", ".join(map(str, value)) if isinstance(value, tuple) else str(value) for key, value in shown.items()
+    }
+    values = max(map(len, texts.values()))
+    lines += [f"  {key:<{width}}  {texts[key]:<{values}}  {planned.origins[key]}" for key in shown]
+    return "\n".join(lines)
+
+
+def parameters(counts: Counts) -> str:
+    """The published count of a model, and what its prediction modules add to it."""
+    ahead = f" (+ {short(counts.predict_ahead)} to predict ahead)" if counts.predict_ahead else ""
+    return short(counts.main) + ahead
+
+
+def short(number: int) -> str:
+    """A count in three or four digits: 671.0 B, 46.7 B, 12.3 M, 850."""
+    for size, unit in ((10**9, " B"), (10**6, " M"), (10**3, " K")):
+        if number >= size:
+            return f"{number / size:.1f}{unit}"
+    return str(number)
+
+
+def list_rows(families: tuple[Family, ...]) -> Iterator[tuple[str, str, str, str, str, str]]:
+    """Model, size, hardware, total, active, published checkpoint: one row a size."""
+    for family in families:
+        for size in family.sizes:
+            counts = count_parameters(size.model)
+            hardware = [preset.hardware for preset in family.presets if preset.size == size.name]
+            yield (
+                family.name,
+                size.name,
+                ", ".join(dict.fromkeys(hardware)) or "-",
+                parameters(counts),
+                short(counts.active),
+                size.published or "-",
+            )
+
+
+def _folding(folding: Folding) -> str:
+    return " × ".join(f"{axis} {size}" for axis, size in zip(folding.axes, folding.sizes, strict=True))
+
+
+def _groups(folding: Folding, axis: str) -> Iterator[str]:
+    """The ranks of each group over an axis, where there is more than one rank in it and few enough to read."""
+    groups = folding.groups((axis,))
+    if folding.size(axis) > 1 and folding.world <= 64 and len(groups) <= SHOWN_GROUPS:
+        yield f"{axis} groups of ranks " + ", ".join("{" + ", ".join(map(str, group)) + "}" for group in groups)
+
+
+def _batch(run: RunConfig, replicas: int) -> Iterator[str]:
+    train = run.train
+    tokens = train.global_batch * train.sequence_tokens
+    microbatches = train.global_batch // (replicas * train.microbatch)
+    yield (
+        f"batch        {train.global_batch} sequences × {train.sequence_tokens} tokens = {tokens:,} tokens a step: "
+        f"{replicas} data-parallel × {microbatches} microbatches × {train.microbatch} sequences"
+    )
+    schedule = "" if train.schedule_steps in (None, train.steps) else f", of a schedule of {train.schedule_steps}"
+    yield f"length       {train.steps} steps{schedule}, {tokens * train.steps:,} tokens"

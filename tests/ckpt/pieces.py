@@ -38,14 +38,11 @@ def bits(tensor: Tensor) -> bytes:
 
 
 def poisoned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """NaN in every floating type that has it, and nothing that a checkpoint of these tests holds in the others."""
-    return (
-        torch.full((*shape, torch.empty((), dtype=dtype).element_size()), 0xFF, dtype=torch.uint8)
-        .view(dtype)
-        .reshape(tuple(shape))
-        if dtype is not torch.bool
-        else torch.zeros(tuple(shape), dtype=dtype)
-    )
+    """All bits set: NaN in every floating type. (A bool, which has no such value, is False.)"""
+    if dtype is torch.bool:
+        return torch.zeros(tuple(shape), dtype=dtype)
+    size = torch.empty((), dtype=dtype).element_size()
+    return torch.full((*shape, size), 0xFF, dtype=torch.uint8).view(dtype).reshape(tuple(shape))
 
 
 def cut(name: str, tensor: Tensor, parts: Sequence[int], copies: int = 1) -> list[Rank]:

@@ -94,7 +94,7 @@ def test_zeros_are_written_like_any_other_value(tmp_path: Path) -> None:
 def test_a_missing_file_is_an_error_that_names_the_array_never_zeros(tmp_path: Path, gone: str) -> None:
     array = write(tmp_path, np.ones((4, 3), np.float32), (2, 3))
     (tmp_path / "tensors/w" / gone).unlink()
-    with pytest.raises(CheckpointError, match="tensors/w: .*(missing|does not exist)"):
+    with pytest.raises(CheckpointError, match=r"tensors/w: .*(missing|does not exist)"):
         read(tmp_path, array, whole((4, 3)))
 
 

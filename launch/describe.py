@@ -42,6 +42,13 @@ def describe(planned: Planned, out: Path) -> str:
     return "\n".join(lines)
 
 
+def setting_text(value: object) -> str:
+    """A setting's value as --set takes it; several, where the layers differ."""
+    if isinstance(value, tuple):
+        return ", ".join(map(setting_text, value))
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
 def parameters(counts: Counts) -> str:
     """The published count of a model, and what its prediction modules add to it."""
     ahead = f" (+ {short(counts.predict_ahead)} to predict ahead)" if counts.predict_ahead else ""

@@ -20,16 +20,16 @@ REFRESHES_PER_SECOND = 2
 HEADER = "  step     loss   learning rate   grad norm   tokens/s     MFU   worst load   left"
 
 
-class TrainingProgress:
+class ProgressLine:
     """Shows the steps of one run on `console`; a context that puts the terminal right again, whatever happens.
 
-    total_steps: where the run stops. done_steps: those of an earlier start.
+    steps: where the run stops. start_step: how far an earlier start came.
     """
 
-    def __init__(self, total_steps: int, done_steps: int = 0, console: Console | None = None) -> None:
+    def __init__(self, *, steps: int, start_step: int = 0, console: Console | None = None) -> None:
         self._console = console or Console()
-        self._total = total_steps
-        self._every = 1 if self._console.is_terminal else max(1, (total_steps - done_steps) // PLAIN_LINES)
+        self._total = steps
+        self._every = 1 if self._console.is_terminal else max(1, (steps - start_step) // PLAIN_LINES)
         self._times = [time.monotonic()]
         self._bar = Progress(
             TextColumn("training"),
@@ -41,7 +41,7 @@ class TrainingProgress:
             refresh_per_second=REFRESHES_PER_SECOND,
             disable=not self._console.is_terminal,
         )
-        self._task: TaskID = self._bar.add_task("training", total=total_steps, completed=done_steps, left="")
+        self._task: TaskID = self._bar.add_task("training", total=steps, completed=start_step, left="")
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -53,7 +53,7 @@ class TrainingProgress:
     ) -> None:
         self._bar.stop()
 
-    def step(self, metrics: StepMetrics) -> None:
+    def show(self, metrics: StepMetrics) -> None:
         """Show one step; where the output is no terminal, every few of them, and each with a validation loss."""
         self._times = [*self._times[-REMEMBERED_STEPS:], time.monotonic()]
         left = self._time_left(metrics.step)

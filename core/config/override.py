@@ -143,6 +143,8 @@ def _unknown(item: Assignment, known: dict[str, Any]) -> Fault:
     close = close or [key for key in known if key.rsplit(".", 1)[-1] == item.key.rsplit(".", 1)[-1]][:2]
     hint = f" (did you mean {' or '.join(close)}?)" if close else ""
     if section not in SECTIONS:
+        near = difflib.get_close_matches(section, SECTIONS, n=1)
+        hint = hint or (f" (did you mean {near[0]}.…?)" if near else "")
         rule, works = f"is in no section{hint}", ", ".join(f"{name}.…" for name in SECTIONS)
     else:
         rule = f"is not a setting of this run's {section}{hint}"

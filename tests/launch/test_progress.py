@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from core.training.metrics import StepMetrics
-from launch.progress import TrainingProgress, duration
+from launch.progress import ProgressLine, duration
 
 
 def step(number: int, **more: float) -> StepMetrics:
@@ -24,9 +24,9 @@ def step(number: int, **more: float) -> StepMetrics:
 def shown(terminal: bool, total: int, *steps: StepMetrics, done: int = 0) -> list[str]:
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=terminal, width=120, color_system=None)
-    with TrainingProgress(total, done, console) as progress:
+    with ProgressLine(steps=total, start_step=done, console=console) as progress:
         for metrics in steps:
-            progress.step(metrics)
+            progress.show(metrics)
     return stream.getvalue().splitlines()
 
 

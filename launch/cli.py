@@ -1,0 +1,174 @@
+"""The `launch` command. Only click is imported up front: `launch --help` has to answer at once; work is imported when asked for."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import pkgutil
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+
+from core.errors import RequestError, ZooError
+
+EPILOG = """\b
+Exit codes: 0 done, 1 the job failed, 2 the request was wrong.
+Ctrl-C (or SIGTERM) saves a checkpoint and ends; --resume goes on with the losses of an uninterrupted run.
+
+\b
+  launch mixtral                                  a small Mixtral on this machine's cores, on real text
+  launch qwen3 --data my_texts/ --steps 500
+  launch deepseek_v3 --set train.global_batch=32 --set model.moe.top_k=4 --dry-run
+"""
+
+
+def train_options() -> list[click.Parameter]:
+    """The options of `launch MODEL`."""
+    return [
+        click.Option(["--size"], help="Size of the model (see `launch list`)."),
+        click.Option(["--hw", "hardware"], metavar="cpu|gpu", help="Hardware; without it, cpu."),
+        click.Option(["--ranks"], type=int, metavar="N", help="Number of worker processes."),
+        click.Option(["--steps"], type=int, metavar="N", help="The step at which this run stops."),
+        click.Option(["--data"], metavar="PATH", help="Text, .jsonl(.gz/.zst), .parquet, or a folder of them."),
+        click.Option(["--out"], metavar="DIR", help="Folder of the run; without it, one under runs/."),
+        click.Option(["--resume"], is_flag=True, help="Continue the run in --out from its last checkpoint."),
+        click.Option(["--seed"], type=int, metavar="N", help="Seed of the weights and of the data's order."),
+        click.Option(["--dtype"], metavar="float32|bfloat16", help="Format of parameters and activations."),
+        click.Option(
+            ["--set", "settings"],
+            multiple=True,
+            metavar="KEY=VALUE",
+            help="Change one setting: model.…, parallel.…, train.…, optimizer.…, data.…, precision.…, checkpoint.….",
+        ),
+        click.Option(["--dry-run"], is_flag=True, help="Print the plan and every setting; start nothing."),
+    ]
+
+
+class ModelGroup(click.Group):
+    """A group in which the name of a model is a command too."""
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command, or the training of the model of that name. Raises RequestError for neither."""
+        command = super().get_command(ctx, cmd_name)
+        if command is not None:
+            return command
+        known = [*model_names(), *self.commands]
+        if cmd_name not in model_names():
+            close = difflib.get_close_matches(cmd_name, known, n=2)
+            hint = f" Did you mean {' or '.join(close)}?" if close else ""
+            raise RequestError(f"{cmd_name}: is neither a model nor a command.{hint} Works: {', '.join(known)}.")
+        help_text = f"Train {cmd_name}: tokens, workers, checkpoints and a report, all in one folder."
+        return click.Command(cmd_name, params=train_options(), callback=partial(train, cmd_name), help=help_text)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The commands, then the models, then what a model takes."""
+        self.format_commands(ctx, formatter)
+        with formatter.section("Models"):
+            formatter.write_text(", ".join(model_names()))
+        records = (option.get_help_record(ctx) for option in train_options())
+        with formatter.section("Options of launch MODEL"):
+            formatter.write_dl([record for record in records if record])
+
+
+@click.group(cls=ModelGroup, epilog=EPILOG, subcommand_metavar="MODEL|COMMAND [OPTIONS]")
+def cli() -> None:
+    """Train a Mixture-of-Experts language model: `launch MODEL`."""
+
+
+@cli.command("list")
+def list_models() -> None:
+    """Models, sizes and hardware, with total and active parameters."""
+    from core.config.family import all_families
+    from launch.describe import list_rows
+    from launch.tables import print_table
+
+    columns = ("model", "size", "hardware", "parameters", "active", "published as")
+    print_table(columns, list(list_rows(all_families())))
+
+
+@cli.command()
+@click.argument("run", type=click.Path(path_type=Path))
+def report(run: Path) -> None:
+    """Draw the report of the run in folder RUN again."""
+    from launch.report import write_report
+
+    click.echo(write_report(run))
+
+
+@cli.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--prompt", required=True, help="The text to go on from.")
+@click.option("--tokens", type=click.IntRange(min=1), default=100, show_default=True, help="How many to generate.")
+@click.option("--temperature", type=click.FloatRange(min=0), default=0.8, show_default=True, help="0 is greedy.")
+@click.option("--seed", type=int, default=0, show_default=True)
+def sample(run: Path, prompt: str, tokens: int, temperature: float, seed: int) -> None:
+    """Generate text with the last checkpoint of the run in folder RUN."""
+    from launch.folder import read_run
+
+    read_run(run)
+    from launch.worker import sample as generate
+
+    click.echo(generate(run, prompt, tokens, temperature, seed))
+
+
+@cli.command()
+@click.option(
+    "--data", metavar="PATH", help="Text, .jsonl(.gz/.zst), .parquet, or a folder; without it, Python's library."
+)
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="The new folder of token files.")
+@click.option("--vocab", type=click.IntRange(min=257), default=8192, show_default=True, help="Ids of a new tokenizer.")
+@click.option("--tokenizer", metavar="FILE", help="A tokenizer.json to use instead of a new one.")
+@click.option("--validation-fraction", type=float, default=0.05, show_default=True, help="Share of the documents.")
+def prepare(data: str | None, out: Path, vocab: int, tokenizer: str | None, validation_fraction: float) -> None:
+    """Tokenise a corpus into memory-mapped files, documents kept apart; give the folder to --data."""
+    from core.data.tokens import prepare as prepare_tokens
+
+    files = prepare_tokens(
+        source=data, out=out, vocab=vocab, tokenizer=tokenizer, validation_fraction=validation_fraction
+    )
+    train, validation = len(files.train.tokens), len(files.validation.tokens)
+    click.echo(f"{files.folder}: {train:,} tokens to train on, {validation:,} to validate on, {files.vocab} ids")
+
+
+def train(model: str, **options: Any) -> None:
+    """Plan the run, and start it unless it is a dry run."""
+    from launch.start import Start, start
+
+    out, resume, dry_run = options.pop("out"), options.pop("resume"), options.pop("dry_run")
+    start(Start(model=model, out=Path(out) if out else None, resume=resume, dry_run=dry_run, options=options))
+
+
+def model_names() -> tuple[str, ...]:
+    """The packages in `models/`, found without importing any."""
+    import models
+
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(models.__path__) if module.ispkg))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command and end the process: a user's mistake is a message and exit code 2, never a traceback."""
+    try:
+        code = cli.main(args=arguments, prog_name="launch", standalone_mode=False)
+        sys.stdout.flush()
+    except click.ClickException as error:
+        error.show()
+        code = error.exit_code
+    except click.Abort:
+        click.echo("interrupted", err=True)
+        code = 1
+    except BrokenPipeError:
+        # the reader (`| head`) has seen enough; there is nobody to tell
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    except ZooError as error:
+        click.echo(str(error), err=True)
+        code = error.exit_code
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""One launch from request to report: plan, refuse early, prepare the data, start the workers, draw the report."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from core.config.family import find_family
+from core.config.run import RunConfig
+from core.errors import ConfigError, Fault, RequestError
+from core.training.metrics import read_metrics
+from launch.describe import describe
+from launch.folder import SUMMARY_FILE, RunFile, holds_run, read_json, read_run, write_json, write_run
+from launch.profiles import find_profile
+from launch.request import Planned, Request, new_run, resumed_run
+
+if TYPE_CHECKING:
+    from core.data.tokens import TokenFiles
+
+LIBRARIES = ("torch", "numpy", "tokenizers", "tensorstore", "zarr")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """`launch MODEL` as typed. options: the fields of Request."""
+
+    model: str
+    out: Path | None
+    resume: bool
+    dry_run: bool
+    options: Mapping[str, Any]
+
+
+def start(asked: Start) -> None:
+    """Carry it out. Raises ZooError: RequestError before anything is started, JobError where the workers fail."""
+    family = find_family(asked.model)
+    request = Request(**{**asked.options, "settings": tuple(asked.options["settings"])})
+    if asked.resume:
+        out = _resumable(asked.out)
+        begun = read_run(out)
+        planned = resumed_run(request, family, begun.run)
+    else:
+        begun = None
+        planned = new_run(request, family)
+        out = asked.out or _new_folder(planned.run)
+        _refuse_taken(out)
+    if asked.dry_run:
+        click.echo(describe(planned, out))
+        return
+    _refuse_missing_devices(planned.run)
+    tokens = _prepare(planned.run, begun)
+    write_run(out, _run_file(planned, tokens))
+    _write_summary(out, planned.run, tokens)
+    click.echo(f"run folder: {out}")
+    _run_workers(planned.run, out)
+
+
+def _run_workers(run: RunConfig, out: Path) -> None:
+    """Start the workers, then draw the report, also of a run that was interrupted."""
+    from launch.backends.local import LocalBackend
+    from launch.backends.protocol import Job
+    from launch.report import write_report
+
+    begun = time.monotonic()
+    ended = "failed"
+    try:
+        outcome = LocalBackend().start(Job(ranks=run.ranks, out=out))
+        ended = outcome.ended
+    finally:
+        summary = read_json(out / SUMMARY_FILE)
+        seconds = summary.get("seconds", 0.0) + time.monotonic() - begun
+        write_json(out / SUMMARY_FILE, {**summary, "seconds": seconds, "ended": ended})
+    page = write_report(out)
+    if outcome.ended == "finished":
+        click.echo(f"report: {page}")
+        return
+    measured = read_metrics(out)
+    step = measured[-1]["step"] if measured else 0
+    again = shlex.join(["launch", run.family, "--resume", "--out", str(out)])
+    at = f"stopped at step {step}, checkpoint saved" if step else "stopped before the first step"
+    click.echo(f"{at}; continue with: {again}")
+
+
+def _resumable(out: Path | None) -> Path:
+    """The folder to resume in. Raises RequestError where none is named or it holds no run."""
+    if out is None:
+        runs = sorted(Path("runs").glob("*/run.json"), key=lambda path: path.stat().st_mtime)
+        works = f"--out {runs[-1].parent}" if runs else "--out DIR"
+        raise ConfigError([Fault(setting="--resume", value="", rule="needs the folder of the run", works=works)])
+    if not holds_run(out):
+        raise RequestError(f"--out {out}: holds no run to resume. Leave --resume out to start one there.")
+    return out
+
+
+def _new_folder(run: RunConfig) -> Path:
+    """A folder under runs/ that is not there yet."""
+    stem = f"{run.family}-{run.size}-{run.hardware}-{time.strftime('%Y%m%d-%H%M%S')}"
+    names = (stem, *(f"{stem}-{number}" for number in range(2, 1000)))
+    return next(path for path in (Path("runs") / name for name in names) if not path.exists())
+
+
+def _refuse_taken(out: Path) -> None:
+    """A new run never writes over what is there."""
+    if holds_run(out):
+        raise RequestError(f"--out {out}: holds a run already. Add --resume to continue it, or give another folder.")
+    if out.exists() and not out.is_dir():
+        raise RequestError(f"--out {out}: is a file. Give a folder that is new or empty.")
+    if out.exists() and any(out.iterdir()):
+        raise RequestError(f"--out {out}: is not empty and holds no run. Give a folder that is new or empty.")
+
+
+def _refuse_missing_devices(run: RunConfig) -> None:
+    """Every rank of a GPU run needs a device of its own."""
+    if find_profile(run.hardware).device != "cuda":
+        return
+    import torch
+
+    there = torch.cuda.device_count()
+    if there < run.ranks:
+        rule = f"each rank needs a CUDA device, and torch sees {there} here"
+        works = f"1 to {there}" if there else "--hw cpu"
+        raise ConfigError([Fault(setting="--ranks", value=run.ranks, rule=rule, works=works)])
+
+
+def _prepare(run: RunConfig, begun: RunFile | None) -> TokenFiles:
+    """The token files, made or found in the cache; for a resumed run the very same ones. Raises DataError, RequestError."""
+    from core.data.tokens import cached
+
+    with _status("reading and tokenising the data (once; cached afterwards)"):
+        found = _still_there(begun) if begun else None
+        tokens = found or cached(
+            source=run.data.path,
+            vocab=run.model.vocab,
+            tokenizer=run.data.tokenizer,
+            validation_fraction=run.data.validation_fraction,
+            cache_root=cache_folder(),
+        )
+    if begun and tokens.identity != begun.identity:
+        raise RequestError(
+            f"data.path={run.data.path}: the data has changed since the run began, so it cannot be continued on it. "
+            "Put the old data back, or start a new run."
+        )
+    return tokens
+
+
+def _still_there(begun: RunFile) -> TokenFiles | None:
+    """The token files that the run began with, if they are still whole."""
+    from core.data.tokens import open_tokens
+    from core.errors import DataError
+
+    try:
+        tokens = open_tokens(Path(begun.prepared), vocab=begun.run.model.vocab)
+    except DataError:
+        return None
+    return tokens if tokens.identity == begun.identity else None
+
+
+def cache_folder() -> Path:
+    """Where prepared corpora are kept: the user's cache folder."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "moe-zoo" / "tokens"
+
+
+def _status(text: str) -> AbstractContextManager[Any]:
+    """A spinner on a terminal, a line elsewhere."""
+    if not sys.stdout.isatty():
+        click.echo(text)
+        return nullcontext()
+    from rich.console import Console
+
+    return Console().status(text)
+
+
+def _run_file(planned: Planned, tokens: TokenFiles) -> RunFile:
+    return RunFile(
+        run=planned.run,
+        prepared=str(tokens.folder),
+        identity=tokens.identity,
+        command=tuple(sys.argv),
+        versions={"python": platform.python_version(), **_versions()},
+    )
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _write_summary(out: Path, run: RunConfig, tokens: TokenFiles) -> None:
+    """What the report prints that no other file says; a resumed run keeps the time of its earlier starts."""
+    from core.config.counts import count_parameters
+    from core.data.tokens import unigram_entropy
+
+    before = read_json(out / SUMMARY_FILE) if (out / SUMMARY_FILE).exists() else {}
+    counts = count_parameters(run.model)
+    summary = {
+        **before,
+        "unigram_entropy": unigram_entropy(tokens.validation),
+        "train_tokens": len(tokens.train.tokens),
+        "validation_tokens": len(tokens.validation.tokens),
+        "source": tokens.source,
+        "parameters": counts.total,
+        "active_parameters": counts.active,
+        "ended": "running",
+    }
+    write_json(out / SUMMARY_FILE, summary)

@@ -34,9 +34,7 @@ def describe(planned: Planned, out: Path) -> str:
     ]
     shown = {"ranks": run.ranks, **settings(run)}
     width = max(map(len, shown))
-    texts = {
-        key: ", ".join(map(str, value)) if isinstance(value, tuple) else str(value) for key, value in shown.items()
-    }
+    texts = {key: setting_text(value) for key, value in shown.items()}
     values = max(map(len, texts.values()))
     lines += [f"  {key:<{width}}  {texts[key]:<{values}}  {planned.origins[key]}" for key in shown]
     return "\n".join(lines)

@@ -20,6 +20,7 @@ from core.config.family import find_family
 from core.config.run import RunConfig
 from core.errors import ConfigError, Fault, RequestError
 from core.training.metrics import read_metrics
+from launch.backends.protocol import Backend, Job
 from launch.describe import describe
 from launch.folder import SUMMARY_FILE, RunFile, holds_run, read_json, read_run, write_json, write_run
 from launch.profiles import find_profile
@@ -42,8 +43,11 @@ class Start:
     options: Mapping[str, Any]
 
 
-def start(asked: Start) -> None:
-    """Carry it out. Raises ZooError: RequestError before anything is started, JobError where the workers fail."""
+def start(asked: Start, backend: Backend | None = None) -> None:
+    """Carry it out on `backend` (None: on this machine).
+
+    Raises ZooError: RequestError before anything is started, JobError where the workers fail.
+    """
     family = find_family(asked.model)
     request = Request(**{**asked.options, "settings": tuple(asked.options["settings"])})
     if asked.resume:
@@ -63,19 +67,23 @@ def start(asked: Start) -> None:
     write_run(out, _run_file(planned, tokens))
     _write_summary(out, planned.run, tokens)
     click.echo(f"run folder: {out}")
-    _run_workers(planned.run, out)
+    _run_workers(planned.run, out, backend or _this_machine())
 
 
-def _run_workers(run: RunConfig, out: Path) -> None:
-    """Start the workers, then draw the report, also of a run that was interrupted."""
+def _this_machine() -> Backend:
     from launch.backends.local import LocalBackend
-    from launch.backends.protocol import Job
+
+    return LocalBackend()
+
+
+def _run_workers(run: RunConfig, out: Path, backend: Backend) -> None:
+    """Start the workers, then draw the report, also of a run that was interrupted."""
     from launch.report import write_report
 
     begun = time.monotonic()
     ended = "failed"
     try:
-        outcome = LocalBackend().start(Job(ranks=run.ranks, out=out))
+        outcome = backend.start(Job(ranks=run.ranks, out=out))
         ended = outcome.ended
     finally:
         summary = read_json(out / SUMMARY_FILE)

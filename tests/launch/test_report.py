@@ -1,0 +1,104 @@
+"""The report: self-contained, honest about what was not measured, and safe whatever the text in it."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from core.errors import RequestError
+from core.training.metrics import MetricsWriter, StepMetrics
+from launch.folder import RunFile, write_json, write_run
+from launch.report import write_report
+from launch.report_figures import smoothed
+from launch.request import Request, new_run
+from tests.launch.families import FAMILY
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def a_run(out: Path, steps: int, samples: dict[str, str] | None = None, **summary: object) -> Path:
+    run = new_run(Request(), FAMILY).run
+    write_run(out, RunFile(run=run, prepared="/p", identity="i", command=("launch", "<odd>"), versions={"python": "3"}))
+    with MetricsWriter(out) as writer:
+        for number in range(1, steps + 1):
+            writer.write(a_step(number))
+    if samples is not None:
+        write_json(out / "samples.json", samples)
+    if summary:
+        write_json(out / "summary.json", summary)
+    return out
+
+
+def a_step(number: int) -> StepMetrics:
+    return StepMetrics(
+        step=number,
+        loss=float("nan") if number == 3 else 5.0 / number,
+        learning_rate=1e-3,
+        grad_norm=float("inf") if number == 3 else 1.0,
+        tokens_per_second=100.0,
+        tokens=7 * number,
+        expert_load={"layers.0": (0.5, 0.5, 0.0), "layers.1": (1.0, 0.0, 0.0)},
+        seconds={"data": 0.0, "forward_backward": 0.5},
+        validation_loss=4.25 if number % 5 == 0 else None,
+    )
+
+
+@pytest.mark.parametrize("steps", [1, 301])
+def test_a_run_of_any_length_has_a_page_with_its_pictures_inside(tmp_path: Path, steps: int) -> None:
+    page = write_report(a_run(tmp_path, steps, unigram_entropy=6.5, ended="stopped"))
+    text = page.read_text()
+    assert page == tmp_path / "report.html"
+    assert text.count('src="data:image/png;base64,') == 4
+    assert not re.findall(r'(?:src|href)="(?!data:)', text) and "http" not in text
+    pictures = sorted(path.name for path in (tmp_path / "report").iterdir())
+    assert pictures == ["expert_load.png", "learning_rate.png", "loss.png", "time.png"]
+    assert all((tmp_path / "report" / name).read_bytes().startswith(PNG) for name in pictures)
+    assert f"{steps} of 50 steps on cpu, 2 ranks; stopped by a signal" in text
+    assert "6.5000" in text
+
+
+def test_the_validation_loss_stands_beside_the_unigram_entropy(tmp_path: Path) -> None:
+    text = write_report(a_run(tmp_path, 6, unigram_entropy=6.5, ended="finished")).read_text()
+    assert "<b>4.2500</b><span>validation loss, last</span>" in text
+    assert "<b>6.5000</b><span>unigram entropy of the validation text</span>" in text
+
+
+def test_a_run_without_a_step_says_so(tmp_path: Path) -> None:
+    text = write_report(a_run(tmp_path, 0)).read_text()
+    assert "No step was finished" in text
+    assert "Generated text" not in text
+    assert not (tmp_path / "report").exists()
+
+
+def test_generated_text_is_shown_as_text(tmp_path: Path) -> None:
+    samples = {"prompt": "<b>x", "before": "{y} <script>alert(1)</script>", "after": "&amp;"}
+    text = write_report(a_run(tmp_path, 0, samples)).read_text()
+    assert "<script" not in text
+    assert "{y} &lt;script&gt;alert(1)&lt;/script&gt;" in text
+    assert "&amp;amp;" in text and "launch &lt;odd&gt;" in text
+
+
+def test_a_run_stopped_before_its_last_sample_shows_the_first(tmp_path: Path) -> None:
+    text = write_report(a_run(tmp_path, 0, {"prompt": "x", "before": "y"})).read_text()
+    assert "Before training" in text and "After training" not in text
+
+
+def test_a_folder_without_a_run_or_with_damaged_files_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="holds no run"):
+        write_report(tmp_path)
+    a_run(tmp_path, 2)
+    (tmp_path / "metrics.jsonl").write_text("[]\nx\n{}\n")
+    with pytest.raises(RequestError, match="line 2"):
+        write_report(tmp_path)
+    (tmp_path / "run.json").write_text("{")
+    with pytest.raises(RequestError, match=r"run\.json: is not JSON"):
+        write_report(tmp_path)
+
+
+def test_smoothing_keeps_a_straight_line_and_passes_over_what_is_not_finite() -> None:
+    line = np.arange(200, dtype=float)
+    assert np.allclose(smoothed(line), line)
+    assert np.isnan(smoothed(np.array([np.nan]))).all()
+    holed = np.where(line == 100, np.nan, 3.0)
+    assert np.allclose(smoothed(holed), 3.0)

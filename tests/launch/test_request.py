@@ -1,0 +1,145 @@
+"""A request becomes a run whose every value has an origin, or one list of all that is wrong with it."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from core.config.run import RunConfig
+from core.errors import ConfigError
+from launch.describe import describe
+from launch.request import Planned, Request, new_run, resumed_run
+from tests.launch.families import FAMILY
+
+
+def plan(**asked: object) -> Planned:
+    return new_run(Request(**asked), FAMILY)  # type: ignore[arg-type]
+
+
+def faults(error: pytest.ExceptionInfo[ConfigError]) -> str:
+    return str(error.value)
+
+
+def test_nothing_asked_is_the_preset_for_the_cpu() -> None:
+    run = plan().run
+    assert (run.size, run.hardware, run.ranks, run.parallel.ep) == ("tiny", "cpu", 2, 2)
+    assert run.train == replace(FAMILY.presets[0].train, schedule_steps=50)
+
+
+def test_flags_and_settings_win_over_the_preset_and_say_so() -> None:
+    planned = plan(steps=60, seed=7, dtype="bfloat16", ranks=4, settings=("model.moe.top_k=3", "train.steps=60"))
+    assert planned.run.train.steps == 60
+    assert planned.run.model.layers[1].mlp.top_k == 3  # type: ignore[union-attr]
+    origins = planned.origins
+    assert (origins["train.seed"], origins["precision.compute"], origins["ranks"]) == ("--seed", "--dtype", "--ranks")
+    assert (origins["model.moe.top_k"], origins["train.global_batch"]) == ("--set", "preset")
+
+
+@pytest.mark.parametrize(
+    ("steps", "settings", "schedule"),
+    [
+        (5, (), 50),  # shorter than the warm-up of the preset: it only stops early
+        (50, (), 50),
+        (80, (), 80),
+        (30, ("train.schedule_steps=25",), 25),
+        (30, ("train.schedule_steps=none",), 30),
+    ],
+)
+def test_stopping_early_leaves_the_schedule_and_a_longer_run_stretches_it(
+    steps: int, settings: tuple[str, ...], schedule: int
+) -> None:
+    train = plan(steps=steps, settings=settings).run.train
+    assert (train.steps, train.schedule_steps) == (steps, schedule)
+
+
+def test_paths_hold_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = plan(data="texts", settings=("data.tokenizer=t.json",)).run
+    assert run.data.path == str(tmp_path / "texts")
+    assert run.data.tokenizer == str(tmp_path / "t.json")
+
+
+def test_everything_wrong_is_in_one_message() -> None:
+    with pytest.raises(ConfigError) as error:
+        plan(ranks=3, steps=0, settings=("train.stepz=3", "nonsense", "train.seed=x"))
+    text = faults(error)
+    assert text.startswith("5 settings cannot run:")
+    for part in ("did you mean train.steps", "key=value", "train.seed=x", "--ranks=3", "train.steps=0"):
+        assert part in text
+
+
+def test_one_setting_by_flag_and_by_set_with_two_values_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"train\.steps=6: was also given as 5 by --steps"):
+        plan(steps=5, settings=("train.steps=6",))
+
+
+@pytest.mark.parametrize(
+    ("asked", "parts"),
+    [
+        ({"size": "tinny"}, ("--size=tinny: is not a size of odd. Works: tiny, huge.",)),
+        ({"hardware": "tpu"}, ("--hw=tpu: is not a known kind of hardware. Works: cpu, gpu.",)),
+        ({"hardware": "gpu"}, ("--hw=gpu: has no set-up of odd. Works: --size tiny --hw cpu.",)),
+        ({"size": "huge"}, ("--hw=cpu: has no set-up of odd huge. Works: --size tiny --hw cpu.",)),
+        ({"size": "tinny", "settings": ("x",)}, ("--size=tinny", "--set=x: is not of the form key=value")),
+    ],
+)
+def test_an_unknown_size_or_hardware_names_those_there_are(asked: dict[str, object], parts: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as error:
+        plan(**asked)
+    assert all(part in faults(error) for part in parts)
+
+
+def resumed(begun: RunConfig, **asked: object) -> Planned:
+    return resumed_run(Request(**asked), FAMILY, begun)  # type: ignore[arg-type]
+
+
+def test_a_resumed_run_is_the_one_begun_with_more_steps_and_another_mapping() -> None:
+    begun = plan(steps=10, settings=("model.moe.top_k=3", "optimizer.learning_rate=0.5")).run
+    planned = resumed(begun, steps=70, ranks=1, settings=("parallel.ep=1", "checkpoint.interval=3"))
+    train = replace(begun.train, steps=70)
+    assert planned.run == replace(
+        begun,
+        ranks=1,
+        train=train,
+        parallel=replace(begun.parallel, ep=1),
+        checkpoint=replace(begun.checkpoint, interval=3),
+    )
+    assert train.schedule_steps == 50
+    assert (planned.origins["optimizer.learning_rate"], planned.origins["parallel.ep"]) == ("run", "--set")
+
+
+def test_resuming_with_nothing_asked_changes_nothing() -> None:
+    begun = plan(data="texts", steps=5).run
+    assert resumed(begun).run == begun
+
+
+def test_what_would_break_the_continuity_is_refused_by_name() -> None:
+    begun = plan(size="tiny").run
+    with pytest.raises(ConfigError) as error:
+        resumed(begun, size="huge", seed=3, data="other", settings=("model.hidden=24", "train.global_batch=16"))
+    text = faults(error)
+    assert text.startswith("5 settings cannot run:")
+    for key in (
+        "--size=huge: is tiny",
+        "train.seed=3: is 0",
+        "data.path=",
+        "model.hidden=24: is 12",
+        "train.global_batch",
+    ):
+        assert key in text
+    with pytest.raises(ConfigError, match="MODEL=odd: is mixtral in the run"):
+        resumed(replace(begun, family="mixtral"))
+
+
+def test_a_plan_in_words_has_both_foldings_the_batch_and_every_origin() -> None:
+    planned = plan(steps=10, settings=("model.moe.top_k=3",))
+    text = describe(planned, Path("runs/x"))
+    assert "attention    tp 1 × cp 1 × dp 2 × pp 1" in text
+    assert "experts      etp 1 × ep 2 × edp 1 × pp 1" in text
+    assert "ep groups of ranks {0, 1}" in text
+    assert "8 sequences × 32 tokens = 256 tokens a step: 2 data-parallel × 2 microbatches × 2 sequences" in text
+    assert "10 steps, of a schedule of 50, 2,560 tokens" in text
+    lines = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line}
+    assert lines["model.moe.top_k"] == ["3", "--set"]
+    assert lines["model.moe.shared"] == ["none", "preset"]
+    assert lines["ranks"] == ["2", "preset"]

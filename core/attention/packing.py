@@ -34,7 +34,9 @@ def packing_of(cu_seqlens: Tensor | None, tokens: int, device: torch.device) -> 
     """
     ends = [0, tokens] if cu_seqlens is None else cu_seqlens.tolist()
     lengths = tuple(b - a for a, b in pairwise(ends))
-    if ends[0] != 0 or ends[-1] != tokens or any(n <= 0 for n in lengths if tokens):
+    # A batch of no tokens is one empty sequence, or none.
+    fewest = 1 if tokens else 0
+    if not ends or ends[0] != 0 or ends[-1] != tokens or any(n < fewest for n in lengths):
         raise ValueError(f"cu_seqlens must rise from 0 to the {tokens} tokens, got {ends}")
     lengths = tuple(n for n in lengths if n)
     parts = [torch.arange(n, device=device) for n in lengths]

@@ -16,9 +16,11 @@ def matmul_backend(dtype: torch.dtype, device: torch.device) -> MatmulBackend:
     A processor without bfloat16 instructions multiplies bfloat16 matrices over a hundred times slower than float32 ones;
     widening gives the same products (exact in float32) and the same single rounding at the end.
     """
-    if device.type == "cpu" and dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return "float32"
-    return "native"
+    if device.type != "cpu" or dtype != torch.bfloat16:
+        return "native"
+    # A build without oneDNN does not know the question either.
+    fast = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return "native" if fast else "float32"
 
 
 def experts_backend(dtype: torch.dtype, device: torch.device) -> ExpertsBackend:

@@ -46,7 +46,8 @@ class _HeadCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         grad_hidden, grad_weight = ctx.saved_tensors
         scale = grads[0]
-        return grad_hidden * scale.to(grad_hidden.dtype), (grad_weight * scale).to(ctx.weight_dtype), None
+        # Rounding the factor itself to bfloat16 would scale the whole model's gradient by up to 0.2 percent.
+        return (grad_hidden * scale[None]).to(grad_hidden.dtype), (grad_weight * scale).to(ctx.weight_dtype), None
 
 
 def _over_chunks(hidden: Tensor, weight: Tensor, labels: Tensor, grads: tuple[Tensor, Tensor] | None) -> Tensor:

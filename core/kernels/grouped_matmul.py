@@ -81,7 +81,9 @@ class _FusedLoop(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
         rows, weight_R, gate_up, down, hidden = ctx.saved_tensors
         grad_rows, grad_weight = torch.empty_like(rows), torch.empty_like(weight_R)
-        grad_gate_up, grad_down = torch.empty_like(gate_up), torch.empty_like(down)
+        # Contiguous whatever the weight is: an expert's piece must flatten to a view, or what is written to it is lost.
+        grad_gate_up = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
+        grad_down = torch.empty_like(down)
         start = 0
         for e, count in enumerate(ctx.counts):
             piece = slice(start, start + count)

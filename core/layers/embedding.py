@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from core.kernels.cross_entropy import head_cross_entropy
+from core.kernels.embedding import embedding
 from core.layers.place import Place
 from core.precision.matmul import linear
 from core.state.box import whole
@@ -27,7 +27,7 @@ class Vocabulary(nn.Module):
 
     def embed(self, tokens_T: Tensor) -> Tensor:
         """The rows of the tokens: [T, hidden]."""
-        return F.embedding(tokens_T, self.weight)
+        return embedding(tokens_T, self.weight)
 
     def logits(self, hidden_TH: Tensor) -> Tensor:
         """Scores of every next token: [T, vocab] float32."""

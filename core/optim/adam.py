@@ -32,7 +32,7 @@ class AdamW:
         others = [slot.master for slot in self.slots.values() if not slot.entry.spec.decay]
         groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
         self.update = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
+            groups,
             lr=config.learning_rate,
             betas=(config.beta1, config.beta2),
             eps=config.eps,

@@ -1,13 +1,15 @@
 """Random numbers that depend on (seed, name, global index, step) only, so that a seed means the same model everywhere (contract 5).
 
 The generator is Philox4x32-10 (Salmon et al., SC 2011), a counter-based one: number i of a stream needs no number before it.
-A tensor is read as rows along its last dimension; row r and column c take word c % 4 of counter (c // 4, r, step).
+A tensor is read as rows along its last dimension; row r and column c take word c % 4 of counter (c // 4, r, step). Row
+numbers mix the leading indices by a fixed stride, so that no number depends on the tensor's other sizes either.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -18,8 +20,10 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _MASK = 0xFFFFFFFF
 _ROUNDS = 10
-# Counters drawn at a time: the int64 temporaries then stay in the processor's cache.
-_CHUNK = 1 << 16
+# Counters drawn at a time: the wide temporaries then stay in the processor's cache, and small beside the result.
+_CHUNK = 1 << 14
+# Leading indices are mixed by this many bits each: room for three of them in a row number of 64 bits.
+_INDEX_BITS = 20
 
 
 def stream_key(seed: int, name: str) -> tuple[int, int]:
@@ -42,19 +46,25 @@ def philox(counters_N4: Tensor, key: tuple[int, int]) -> Tensor:
 
 def normal(seed: int, name: str, box: Box, *, std: float = 1.0, step: int = 0) -> Tensor:
     """The piece `box` of a tensor of independent normal numbers, float32 on the CPU (Box-Muller over Philox words)."""
-    words = _words(seed, name, box, step)
-    # (w + 0.5) / 2^32 lies strictly inside (0, 1), so the logarithm is finite.
-    uniform = (words.to(torch.float64) + 0.5) * 2.0**-32
-    radius = torch.sqrt(-2.0 * torch.log(uniform[..., 0::2]))
-    angle = 2.0 * math.pi * uniform[..., 1::2]
-    pairs = torch.stack((radius * torch.cos(angle), radius * torch.sin(angle)), dim=-1)
-    return (_crop(pairs.flatten(-2), box) * std).to(torch.float32)
+    return _draw(stream_key(seed, name), box, step, torch.float32, lambda words: _normal(words) * std)
 
 
 def uniform(seed: int, name: str, box: Box, *, step: int = 0) -> Tensor:
     """The piece `box` of a tensor of independent numbers, uniform in (0, 1), float64 on the CPU."""
-    words = _crop(_words(seed, name, box, step), box)
+    return _draw(stream_key(seed, name), box, step, torch.float64, _uniform)
+
+
+def _uniform(words: Tensor) -> Tensor:
+    """(w + 0.5) / 2^32, exact in float64 and strictly inside (0, 1)."""
     return (words.to(torch.float64) + 0.5) * 2.0**-32
+
+
+def _normal(words: Tensor) -> Tensor:
+    """Two independent normal numbers from each pair of neighbouring words, float64."""
+    inside = _uniform(words)
+    radius = torch.sqrt(-2.0 * torch.log(inside[..., 0::2]))
+    angle = 2.0 * math.pi * inside[..., 1::2]
+    return torch.stack((radius * torch.cos(angle), radius * torch.sin(angle)), dim=-1).flatten(-2)
 
 
 def _multiply(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
@@ -63,13 +73,14 @@ def _multiply(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
     return product & _MASK, (product >> 32) & _MASK
 
 
-def _words(seed: int, name: str, box: Box, step: int) -> Tensor:
-    """Random words of the box's rows, from the block of four columns that holds its first column to the last: [rows, words]."""
+def _draw(key: tuple[int, int], box: Box, step: int, dtype: torch.dtype, numbers: Callable[[Tensor], Tensor]) -> Tensor:
+    """The piece `box`, where `numbers` makes words [rows, words] into numbers, one per word, that depend on its counter only."""
     first, last = _columns(box)
     rows = _row_numbers(box)
+    # From the block of four columns that holds the box's first column to that of its last one.
     blocks = torch.arange(first // 4, -(-last // 4), dtype=torch.int64)
-    key = stream_key(seed, name)
-    words = torch.empty(rows.numel(), blocks.numel() * 4, dtype=torch.int64)
+    crop = slice(first % 4, first % 4 + last - first)
+    out = torch.empty(rows.numel(), last - first, dtype=dtype)
     step_rows = max(1, _CHUNK // max(1, blocks.numel()))
     for start in range(0, rows.numel(), step_rows):
         some = rows[start : start + step_rows]
@@ -78,8 +89,9 @@ def _words(seed: int, name: str, box: Box, step: int) -> Tensor:
         counters[..., 1] = (some & _MASK)[:, None]
         counters[..., 2] = (some >> 32)[:, None]
         counters[..., 3] = step
-        words[start : start + step_rows] = philox(counters.view(-1, 4), key).view(some.numel(), -1)
-    return words
+        words = philox(counters.view(-1, 4), key).view(some.numel(), blocks.numel() * 4)
+        out[start : start + step_rows] = numbers(words)[:, crop]
+    return out.view(box.shape)
 
 
 def _columns(box: Box) -> tuple[int, int]:
@@ -88,20 +100,12 @@ def _columns(box: Box) -> tuple[int, int]:
 
 
 def _row_numbers(box: Box) -> Tensor:
-    """The global row numbers of the box's rows, which need the leading sizes only through their strides in `box`.
-
-    Leading dimensions are mixed by a fixed stride of 2^20 (three at most beside the last), so that a row number does not
-    depend on the tensor's other sizes either.
-    """
+    """The global number of each of the box's rows, int64."""
+    leading = tuple(zip(box.offset[:-1], box.shape[:-1], strict=True))
+    room = all(offset + size <= 1 << _INDEX_BITS for offset, size in leading[1:])
+    assert len(leading) <= 3 and room, f"row numbers have no room for a box at {box.offset} of shape {box.shape}"
     rows = torch.zeros(1, dtype=torch.int64)
-    for offset, size in zip(box.offset[:-1], box.shape[:-1], strict=True):
+    for offset, size in leading:
         index = torch.arange(offset, offset + size, dtype=torch.int64)
-        rows = ((rows << 20)[:, None] + index[None, :]).flatten()
+        rows = ((rows << _INDEX_BITS)[:, None] + index[None, :]).flatten()
     return rows
-
-
-def _crop(values: Tensor, box: Box) -> Tensor:
-    """Cut [rows, words] to the box's columns and give it the box's shape."""
-    first, last = _columns(box)
-    start = first - first // 4 * 4
-    return values[:, start : start + last - first].reshape(box.shape)

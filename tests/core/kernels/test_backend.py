@@ -1,0 +1,40 @@
+"""Which implementation runs: decided by device and dtype alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from core.kernels.backend import experts_backend, matmul_backend
+from tests.core.numbers import use_backend
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+def test_products_run_in_their_own_dtype(dtype: torch.dtype) -> None:
+    assert matmul_backend(dtype, CPU) == "native"
+    assert matmul_backend(dtype, GPU) == "native"
+
+
+def test_bfloat16_is_widened_only_on_a_processor_that_cannot_multiply_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_backend(monkeypatch, "float32")
+    assert matmul_backend(torch.bfloat16, CPU) == "float32"
+    assert matmul_backend(torch.bfloat16, GPU) == "native"
+    use_backend(monkeypatch, "native")
+    assert matmul_backend(torch.bfloat16, CPU) == "native"
+
+
+def test_a_build_without_onednn_widens_and_is_not_asked_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown() -> bool:
+        raise AttributeError("no such operator")
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", unknown)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert matmul_backend(torch.bfloat16, CPU) == "float32"
+
+
+def test_experts_run_grouped_on_a_gpu_in_bfloat16_and_as_a_loop_elsewhere() -> None:
+    assert experts_backend(torch.bfloat16, GPU) == "grouped_mm"
+    assert {experts_backend(d, CPU) for d in (torch.bfloat16, torch.float32, torch.float64)} == {"fused_loop"}
+    assert experts_backend(torch.float32, GPU) == "fused_loop"

@@ -24,13 +24,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import click
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
-from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous import registry as rendezvous
 
 import launch
 from launch.backends.failures import Death, find_failures, job_error, remove_error_files
@@ -73,7 +69,13 @@ class LocalBackend:
             return Outcome(ended="stopped")
         raise job_error(failures, logs) if failures else JobError(f"the workers failed; their logs: {logs}")
 
-    def _agent(self, job: Job, logs: Path) -> LocalElasticAgent:
+    def _agent(self, job: Job, logs: Path) -> Any:
+        """torchrun's agent for the job. torch is imported here, when a job is started and not before."""
+        from torch.distributed.elastic.agent.server.api import WorkerSpec
+        from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+        from torch.distributed.elastic.rendezvous import RendezvousParameters
+        from torch.distributed.elastic.rendezvous import registry as rendezvous
+
         parameters = RendezvousParameters(
             backend="c10d",
             endpoint="localhost:0",
@@ -92,7 +94,7 @@ class LocalBackend:
             monitor_interval=0.1,
             local_addr="localhost",
         )
-        return LocalElasticAgent(spec, logs_specs=_LogFiles(logs), start_method="spawn")
+        return LocalElasticAgent(spec, logs_specs=LogFiles(logs), start_method="spawn")  # type: ignore[arg-type]
 
 
 class Watch:
@@ -131,7 +133,7 @@ class Watch:
         )
         return tuple(sorted((*self._seen.values(), *late, *missed), key=lambda death: death.seen))
 
-    def run(self, agent: LocalElasticAgent) -> RunResult:
+    def run(self, agent: Any) -> Any:
         """Run the agent to its end, handlers and thread in place; the handlers of before afterwards."""
         before = {number: signal.signal(number, self._note_signal) for number in STOP_SIGNALS}
         before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, self._note_child)
@@ -193,11 +195,13 @@ class Watch:
                 os.killpg(pid, number) if number == signal.SIGKILL else os.kill(pid, number)
 
 
-class _LogFiles(LogsSpecs):
-    """Rank 0's standard output stays on the terminal; all other output goes to one file a rank and stream."""
+class LogFiles:
+    """Rank 0's standard output stays on the terminal; all other output goes to one file a rank and stream.
+
+    Has what the agent uses of torch's LogsSpecs, without its base class, which would need torch to load.
+    """
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(log_dir=str(folder))
         self._folder = folder
 
     @property
@@ -205,8 +209,10 @@ class _LogFiles(LogsSpecs):
         """The folder of the files."""
         return str(self._folder)
 
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+    def reify(self, envs: dict[int, dict[str, str]]) -> Any:
         """The files of every rank; an empty name is the terminal."""
+        from torch.distributed.elastic.multiprocessing import LogsDest
+
         paths = {rank: self._folder / f"rank{rank}" for rank in envs}
         return LogsDest(
             stdouts={rank: f"{path}.stdout.txt" if rank else "" for rank, path in paths.items()},
@@ -215,7 +221,7 @@ class _LogFiles(LogsSpecs):
         )
 
 
-def _pids(agent: LocalElasticAgent) -> dict[int, int]:
+def _pids(agent: Any) -> dict[int, int]:
     """The process of each rank, as far as they are started."""
     workers = agent.get_worker_group().workers
     return {worker.global_rank: worker.id for worker in workers if isinstance(worker.id, int)}

@@ -1,0 +1,264 @@
+"""One rank of a run: groups, stage, optimizer, data, checkpoint and loop are joined here and nowhere else.
+
+Started as `python -m launch.worker RUN` by a back end, which has written RUN/run.json and sets torchrun's variables.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ckpt.folders import latest
+from ckpt.load import load
+from ckpt.save import save
+from core.config.mapping import ParallelConfig
+from core.config.run import RunConfig
+from core.config.serial import run_to_json
+from core.data.loader import Loader
+from core.data.storage import TokenFiles, TokenSplit, open_tokens
+from core.data.tokenizer import load_tokenizer
+from core.errors import CheckpointError, ZooError
+from core.optim.chained import ChainedOptimizer
+from core.parallel.collectives import all_reduce_sum
+from core.parallel.groups import Groups, groups_for, one_rank
+from core.state.inventory import initialise, inventory
+from core.state.sharded import ShardedTensor
+from core.training.evaluate import generate
+from core.training.loop import Hooks, Progress, Trainer
+from core.training.metrics import MetricsWriter, StepMetrics
+from core.training.peak import measure_matmul_rate
+from core.transformer.stage import Stage, build_model
+from launch.folder import ERRORS_FOLDER, SAMPLES_FILE, read_run, write_json
+from launch.profiles import find_profile
+from launch.progress import ProgressLine
+
+SAMPLE_PROMPT_TOKENS = 16
+MODEL_PREFIX = "model."
+OPTIMIZER_PREFIX = "optimizer."
+
+
+@dataclass(kw_only=True)
+class StopFlag:
+    """Set by SIGTERM or SIGINT; the loop looks at it between steps."""
+
+    raised: bool = False
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        """The signal handler."""
+        self.raised = True
+
+
+def main() -> None:
+    """Run one rank; a failure is written to errors/rank{r}.json for the launcher to show, and ends with exit code 1 or 2."""
+    out, rank = Path(sys.argv[1]), int(os.environ.get("RANK", "0"))
+    flag = StopFlag()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, flag.note)
+    try:
+        with _world(out):
+            train(out, flag)
+    except BaseException as error:
+        _leave_word(out, rank, error)
+        # Not a normal exit: other ranks may hang in a collective, and closing a broken group can hang this one.
+        sys.stdout.flush()
+        os._exit(error.exit_code if isinstance(error, ZooError) else 1)
+
+
+def train(out: Path, flag: StopFlag) -> None:
+    """Train the run in `out` on this rank of the initialised world, from its newest checkpoint if it has one."""
+    file = read_run(out)
+    run, groups, device = file.run, groups_for(file.run.parallel), _device(file.run)
+    data = open_tokens(Path(file.prepared), vocab=run.model.vocab)
+    model = _model(run, groups, device)
+    optimizer = ChainedOptimizer(model, run.optimizer, groups)
+    start = _restore(out, run, data, model, optimizer, groups)
+    mine = torch.tensor([measure_matmul_rate(_dtype(run), device)], dtype=torch.float64, device=device)
+    rate = all_reduce_sum(mine, groups.world)
+    trainer = Trainer(
+        run,
+        model,
+        optimizer,
+        groups,
+        train=_loader(run, data.train, groups),
+        validation=_loader(run, data.validation, groups),
+        matmul_rate=float(rate),
+    )
+    first = groups.world.position == 0
+    sampler = Sampler(out, run, data, model, first)
+    if start.step == 0:
+        sampler.take("before")
+
+    def keep(step: int, tokens: int) -> None:
+        extra = {"step": step, "tokens": tokens, "data": data.identity, "run": run_to_json(run)}
+        save(out, step, training_state(model, optimizer, groups), extra, groups.world, run.checkpoint.keep)
+
+    with contextlib.ExitStack() as stack:
+        record = _recorder(stack, out, run, start) if first else _ignore
+        end = trainer.go(start, Hooks(save=keep, record=record, stop=lambda: flag.raised))
+    if end.step >= run.train.steps:
+        sampler.take("after")
+
+
+def sample(run: Path, prompt: str, tokens: int, temperature: float, seed: int) -> str:
+    """The text with which the newest checkpoint of a run continues `prompt`, on one rank whatever mapping trained it."""
+    file = read_run(run)
+    groups, device = one_rank(), torch.device("cpu")
+    config = replace(file.run, parallel=ParallelConfig())
+    folder = latest(run)
+    if folder is None:
+        raise CheckpointError(f"{run}: has no checkpoint yet. Train it first, or give another run.")
+    model = build_model(config.model, groups=groups, dtype=_dtype(config), device=device)
+    load(folder, model_state(model, groups), groups.world, skip=(OPTIMIZER_PREFIX,))
+    data = open_tokens(Path(file.prepared), vocab=config.model.vocab)
+    return _continue(model, data, prompt, tokens=tokens, temperature=temperature, seed=seed)
+
+
+def model_state(model: Stage, groups: Groups) -> list[ShardedTensor]:
+    """The model's tensors under the names that a checkpoint has them: `model.…`."""
+    pieces = inventory(model, groups).values()
+    return [replace(piece, name=f"{MODEL_PREFIX}{piece.name}") for piece in pieces]
+
+
+def training_state(model: Stage, optimizer: ChainedOptimizer, groups: Groups) -> list[ShardedTensor]:
+    """Everything that a run needs to go on as if it had not stopped, beside the step: order of data and random numbers are
+    functions of the seed and the step."""
+    return model_state(model, groups) + optimizer.state()
+
+
+class Sampler:
+    """Writes what the model makes of one prompt before and after training to samples.json."""
+
+    def __init__(self, out: Path, run: RunConfig, data: TokenFiles, model: Stage, first: bool) -> None:
+        self.out, self.run, self.data, self.model, self.first = out, run, data, model, first
+
+    def take(self, when: str) -> None:
+        """Generate on every rank, since experts are spread over them; the first rank writes."""
+        if self.run.train.sample_tokens < 1:
+            return
+        tokenizer = load_tokenizer(self.data.tokenizer)
+        prompt = tokenizer.decode([int(t) for t in self.data.validation.tokens[:SAMPLE_PROMPT_TOKENS]])
+        count, seed = self.run.train.sample_tokens, self.run.train.seed
+        text = _continue(self.model, self.data, prompt, tokens=count, temperature=0.8, seed=seed)
+        if self.first:
+            path = self.out / SAMPLES_FILE
+            known = _read_samples(path)
+            write_json(path, {**known, "prompt": prompt, when: text[len(prompt) :]})
+
+
+def _continue(model: Stage, data: TokenFiles, prompt: str, *, tokens: int, temperature: float, seed: int) -> str:
+    """Prompt and continuation as text."""
+    tokenizer = load_tokenizer(data.tokenizer)
+    given = tokenizer.encode(prompt, add_special_tokens=False).ids
+    made = generate(model, given, tokens=tokens, end_of_text=data.end_of_text, temperature=temperature, seed=seed)
+    return prompt + tokenizer.decode(made[len(given) :])
+
+
+def _read_samples(path: Path) -> dict[str, Any]:
+    from launch.folder import read_json
+
+    return read_json(path) if path.exists() else {}
+
+
+def _dtype(run: RunConfig) -> torch.dtype:
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[run.precision.compute]
+
+
+def _device(run: RunConfig) -> torch.device:
+    if find_profile(run.hardware).device == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
+
+
+def _model(run: RunConfig, groups: Groups, device: torch.device) -> Stage:
+    model = build_model(run.model, groups=groups, parallel=run.parallel, dtype=_dtype(run), device=device)
+    initialise(model, run.train.seed)
+    return model
+
+
+def _loader(run: RunConfig, split: TokenSplit, groups: Groups) -> Loader:
+    config = run.train
+    return Loader(
+        split,
+        sequence_tokens=config.sequence_tokens,
+        global_batch=config.global_batch,
+        microbatch=config.microbatch,
+        seed=config.seed,
+        replica=groups.dp.position,
+        replicas=groups.dp.size,
+    )
+
+
+def _restore(
+    out: Path, run: RunConfig, data: TokenFiles, model: Stage, optimizer: ChainedOptimizer, groups: Groups
+) -> Progress:
+    """Load the newest whole checkpoint, under whatever mapping it was saved. Raises CheckpointError for other data."""
+    folder = latest(out)
+    if folder is None:
+        return Progress(step=0, tokens=0)
+    extra: Mapping[str, Any] = load(folder, training_state(model, optimizer, groups), groups.world)
+    if extra["data"] != data.identity:
+        raise CheckpointError(
+            f"{folder}: was trained on other tokens than {data.folder} holds, so it cannot go on where it stopped. "
+            "Give the --data of the first launch, or start anew with another --out."
+        )
+    optimizer.set_steps(int(extra["step"]))
+    return Progress(step=int(extra["step"]), tokens=int(extra["tokens"]))
+
+
+def _recorder(stack: contextlib.ExitStack, out: Path, run: RunConfig, start: Progress) -> Any:
+    """What the first rank does with a step's metrics: the file, TensorBoard, and the line on the terminal."""
+    writer = stack.enter_context(MetricsWriter(out, resume_from_step=start.step))
+    line = stack.enter_context(ProgressLine(start_step=start.step, steps=run.train.steps))
+
+    def record(metrics: StepMetrics) -> None:
+        writer.write(metrics)
+        line.show(metrics)
+
+    return record
+
+
+def _ignore(metrics: StepMetrics) -> None:
+    """What the other ranks do with them."""
+
+
+@contextlib.contextmanager
+def _world(out: Path) -> Iterator[None]:
+    """The process group of all ranks, with the collectives that the hardware has."""
+    backend = find_profile(read_run(out).run.hardware).collectives
+    dist.init_process_group(backend)
+    yield
+    dist.destroy_process_group()
+
+
+def _leave_word(out: Path, rank: int, error: BaseException) -> None:
+    """Write what went wrong where the launcher looks; a user's mistake has no traceback."""
+    expected = isinstance(error, ZooError)
+    word = {
+        "rank": rank,
+        "time": time.time(),
+        "message": str(error) if expected else f"{type(error).__name__}: {error}",
+        "traceback": None if expected else traceback.format_exc(),
+        "exit_code": error.exit_code if isinstance(error, ZooError) else 1,
+    }
+    with contextlib.suppress(OSError, ZooError):
+        (out / ERRORS_FOLDER).mkdir(exist_ok=True)
+        write_json(out / ERRORS_FOLDER / f"rank{rank}.json", word)
+    print(word["traceback"] or word["message"], file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

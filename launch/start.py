@@ -20,7 +20,7 @@ from core.config.family import find_family
 from core.config.run import RunConfig
 from core.errors import ConfigError, Fault, RequestError
 from core.training.metrics import read_metrics
-from launch.backends.protocol import Backend, Job
+from launch.backends.protocol import Backend, Job, JobError
 from launch.describe import describe
 from launch.folder import SUMMARY_FILE, RunFile, holds_run, read_json, read_run, write_json, write_run
 from launch.profiles import find_profile
@@ -85,6 +85,8 @@ def _run_workers(run: RunConfig, out: Path, backend: Backend) -> None:
     try:
         outcome = backend.start(Job(ranks=run.ranks, out=out))
         ended = outcome.ended
+    except JobError as error:
+        raise JobError(f"{error}\n{_how_to_go_on(run, out)}", exit_code=error.exit_code) from error
     finally:
         summary = read_json(out / SUMMARY_FILE)
         seconds = summary.get("seconds", 0.0) + time.monotonic() - begun
@@ -95,9 +97,13 @@ def _run_workers(run: RunConfig, out: Path, backend: Backend) -> None:
         return
     measured = read_metrics(out)
     step = measured[-1]["step"] if measured else 0
-    again = shlex.join(["launch", run.family, "--resume", "--out", str(out)])
     at = f"stopped at step {step}, checkpoint saved" if step else "stopped before the first step"
-    click.echo(f"{at}; continue with: {again}")
+    click.echo(f"{at}; {_how_to_go_on(run, out)}")
+
+
+def _how_to_go_on(run: RunConfig, out: Path) -> str:
+    """The command that continues from the last checkpoint (or from the start, where there is none yet)."""
+    return "continue with: " + shlex.join(["launch", run.family, "--resume", "--out", str(out)])
 
 
 def _resumable(out: Path | None) -> Path:

@@ -183,7 +183,7 @@ def test_a_run_is_not_resumed_on_other_data(corpus: Path, tmp_path: Path) -> Non
 
 
 def test_a_failed_job_leaves_the_run_marked_failed(corpus: Path, tmp_path: Path) -> None:
-    with pytest.raises(JobError, match="the disk is full"):
+    with pytest.raises(JobError, match="the disk is full\ncontinue with: launch mixtral --resume --out "):
         start(asked(tmp_path / "run", data=str(corpus)), FakeBackend(2, "failed"))
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["ended"] == "failed"
 

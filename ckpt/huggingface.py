@@ -20,6 +20,7 @@ from ckpt.store.safetensors import (
     Folder,
     Stored,
     begin,
+    check_free,
     commit,
     open_folder,
     plan_shards,
@@ -156,12 +157,14 @@ def save_pretrained(
     """
     target, world = Path(folder).absolute(), model.place.groups.world
     origin = model.origin if isinstance(model.origin, Origin) else None
+    # Every rank sees the same folder and model, so all of them refuse, or none does.
+    check_free(target, overwrite=overwrite)
     chosen = _family_for(model.config, family or (origin.family if origin else None))
     config = chosen.huggingface.write_config(model.config) if origin is None else dict(origin.config)
     outputs = each(world, lambda: _outputs(model, chosen.huggingface.rules(model.config), origin, dtype))
     held = together(world, lambda: [(name, output.bytes, output.dtype) for name, output in outputs.items()])
     layout = _layout(held, origin, shard_bytes)
-    partial = on_first(world, lambda: begin(target, overwrite=overwrite))
+    partial = on_first(world, lambda: begin(target))
     try:
         each(world, lambda: _write_files(partial, layout, outputs, origin))
         on_first(world, lambda: _finish(partial, target, layout, (config, origin)))

@@ -153,20 +153,21 @@ def write_index(path: Path, files: Mapping[str, str], total_bytes: int) -> None:
     path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def begin(target: Path, *, overwrite: bool) -> Path:
-    """A new empty folder beside `target`, to be filled and then put in its place by `commit`.
-
-    Raises RequestError if `target` holds something and must not be replaced, or its parent cannot be written.
-    """
+def check_free(target: Path, *, overwrite: bool) -> None:
+    """Raises RequestError if `target` holds something that must not be replaced."""
     if target.exists() and not target.is_dir():
         raise RequestError(f"{target} is a file; name a folder that does not exist yet")
     if target.is_dir() and any(target.iterdir()) and not overwrite:
         raise RequestError(f"{target} is not empty; name another folder, or pass overwrite=True to replace it")
+
+
+def begin(target: Path) -> Path:
+    """A new empty folder beside `target`, to be filled and then put in its place by `commit`. Raises CheckpointError."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
     except OSError as error:
-        raise RequestError(f"{target.parent} cannot be written: {error}") from error
+        raise CheckpointError(f"{target.parent} cannot be written: {error}") from error
 
 
 def commit(partial: Path, target: Path) -> None:
@@ -191,9 +192,9 @@ def _files(path: Path) -> tuple[tuple[str, ...], dict[str, str] | None]:
     try:
         placed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         files = tuple(sorted(set(placed.values())))
+        outside = [file for file in files if Path(file).name != file]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index} is not an index of safetensors files: {error!r}") from error
-    outside = [file for file in files if Path(file).name != file]
     if outside:
         raise CheckpointError(f"{index} names files outside its folder: {', '.join(outside)}")
     return files, placed

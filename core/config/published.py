@@ -17,7 +17,7 @@ HARMLESS = frozenset(
         "bad_words_ids", "begin_suppress_tokens", "bos_token_id", "chunk_size_feed_forward", "cls_token_id",
         "decoder_start_token_id", "diversity_penalty", "do_sample", "dtype", "early_stopping",
         "encoder_no_repeat_ngram_size", "eos_token_id", "ep_size", "exponential_decay_length_penalty",
-        "finetuning_task", "forced_bos_token_id", "forced_eos_token_id", "id2label", "label2id",
+        "finetuning_task", "forced_bos_token_id", "forced_eos_token_id", "id2label", "is_decoder", "label2id",
         "length_penalty", "max_length", "min_length", "model_type", "no_repeat_ngram_size", "num_beam_groups",
         "num_beams", "num_labels", "num_return_sequences", "output_attentions", "output_hidden_states",
         "output_router_logits", "output_scores", "pad_token_id", "prefix", "pretraining_tp", "problem_type",
@@ -127,6 +127,10 @@ class Fields:
 
     def finish(self) -> None:
         """Raise ConfigError with every fault, among them each field that nothing asked for and that is not known as harmless."""
+        self.only("is_encoder_decoder", False)
+        self.only("add_cross_attention", False)
+        self.only("cross_attention_hidden_size", None)
+        self.only("layer_types", None, ["full_attention"] * len(self._config.get("layer_types") or ()))
         for name in sorted(set(self._config) - self._asked - HARMLESS):
             rule = "is not a field that this family knows, and it might change what the model computes"
             self.fault(name, self._config[name], rule, "no such field")

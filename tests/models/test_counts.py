@@ -1,0 +1,46 @@
+"""Parameter counts: the declaration's arithmetic, the real modules on the meta device, and the published numbers agree."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+
+from core.config.counts import count_parameters
+from core.config.family import Family, Size, all_families
+from core.parallel.groups import one_rank
+from core.state.inventory import inventory
+from core.transformer.stage import build_model
+
+# main, active with embedding and head, prediction modules: arithmetic over the tensors of the released files.
+PUBLISHED = {
+    "deepseek-ai/DeepSeek-V3": (671_026_419_200, 37_552_297_472, 11_610_068_224),
+    "moonshotai/Moonlight-16B-A3B": (15_960_110_208, 2_914_776_192, 0),
+    "Qwen/Qwen3-30B-A3B": (30_532_122_624, 3_353_032_704, 0),
+    "Qwen/Qwen3-235B-A22B": (235_093_634_560, 22_190_763_520, 0),
+    "mistralai/Mixtral-8x7B-v0.1": (46_702_792_704, 12_879_925_248, 0),
+    "mistralai/Mixtral-8x22B-v0.1": (140_620_634_112, 39_152_031_744, 0),
+}
+SIZES = [pytest.param(f, s, id=f"{f.name}-{s.name}") for f in all_families() for s in f.sizes]
+
+
+@pytest.mark.parametrize(("family", "size"), SIZES)
+def test_counts_are_those_of_the_real_modules_and_of_the_published_files(family: Family, size: Size) -> None:
+    counts = count_parameters(size.model)
+    tensors = inventory(build_model(size.model, groups=one_rank(), device="meta"), one_rank())
+    sizes = {name: prod(tensor.shape) for name, tensor in tensors.items()}
+    ahead = sum(count for name, count in sizes.items() if name.startswith("mtp."))
+    assert (counts.predict_ahead, counts.main) == (ahead, sum(sizes.values()) - ahead)
+    if size.published:
+        assert (counts.main, counts.active, counts.predict_ahead) == PUBLISHED[size.published]
+
+
+def test_every_published_size_is_declared() -> None:
+    assert {size.published for family in all_families() for size in family.sizes if size.published} == set(PUBLISHED)
+
+
+@pytest.mark.parametrize(("family", "size"), [p for p in SIZES if p.values[1].name == "tiny"])
+def test_tiny_sizes_suit_two_cores(family: Family, size: Size) -> None:
+    assert 10e6 < count_parameters(size.model).total < 15e6
+    assert {preset.hardware for preset in family.presets} >= {"cpu", "gpu"}
+    assert all(preset.size in {s.name for s in family.sizes} for preset in family.presets)

@@ -15,23 +15,36 @@ def scores_of(logits_TE: Tensor, score: Score) -> Tensor:
     return torch.softmax(logits_TE, dim=-1) if score == "softmax" else logits_TE
 
 
+def highest(scores_TE: Tensor, count: int) -> Tensor:
+    """The positions of each row's `count` highest scores, best first, equal scores by lowest position: [T, count] int64.
+
+    torch.topk alone picks any of equal scores, another one for another row length or device.
+    """
+    values, picked = scores_TE.topk(min(count + 1, scores_TE.shape[-1]), dim=-1)
+    picked = picked[:, :count].contiguous()
+    tied = (values[:, 1:] == values[:, :-1]).any(-1).nonzero()[:, 0]
+    if tied.numel():
+        picked[tied] = scores_TE[tied].sort(dim=-1, descending=True, stable=True).indices[:, :count]
+    return picked
+
+
 def keep_groups(scores_TE: Tensor, groups: Groups) -> Tensor:
     """The scores with all but the `kept` best groups at -inf; a group counts the sum of its `best` highest scores."""
     tokens, experts = scores_TE.shape
     grouped = scores_TE.view(tokens, groups.total, experts // groups.total)
     of_group = grouped.topk(min(groups.best, grouped.shape[-1]), dim=-1).values.sum(-1)
-    kept = torch.zeros_like(of_group, dtype=torch.bool).scatter_(1, of_group.topk(groups.kept, dim=-1).indices, True)
+    kept = torch.zeros_like(of_group, dtype=torch.bool).scatter_(1, highest(of_group, groups.kept), True)
     return grouped.masked_fill(~kept[:, :, None], float("-inf")).view(tokens, experts)
 
 
 def choose(scores_TE: Tensor, top_k: int, groups: Groups | None, bias_E: Tensor | None) -> Tensor:
-    """The top_k experts of every token by score plus bias, best first: [T, K] int64. No gradient."""
+    """The top_k experts of every token by score plus bias, best first, ties by lowest id: [T, K] int64. No gradient."""
     selection = scores_TE.detach()
     if bias_E is not None:
         selection = selection + bias_E
     if groups is not None:
         selection = keep_groups(selection, groups)
-    return selection.topk(top_k, dim=-1).indices
+    return highest(selection, top_k)
 
 
 def weights_of(scores_TE: Tensor, experts_TK: Tensor, *, score: Score, normalise: bool, scale: float) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from core.config.architecture import AuxLoss, Router, ZLoss
-from core.kernels.routing import balance_scores
+from core.kernels.routing import balance_scores, highest
 from core.parallel.collectives import all_reduce_sum
 from core.parallel.groups import Group
 
@@ -80,14 +80,15 @@ def moved_bias(bias_E: Tensor, counts_E: Tensor, rate: float) -> Tensor:
     counts_E: final choices of the whole global batch, summed over all ranks. The bias is not recentred: only differences
     between experts change the choice.
     """
-    counts = counts_E.to(torch.float32)
-    return bias_E + rate * torch.sign(counts.mean() - counts)
+    # In float64, which holds every count and their sum exactly: a balanced expert must not move.
+    counts = counts_E.to(torch.float64)
+    return bias_E + (rate * torch.sign(counts.sum() - counts * counts.numel())).to(bias_E.dtype)
 
 
 def _scores_and_choices(logits_TE: Tensor, router: Router, top_k: int, valid_T: Tensor | None) -> tuple[Tensor, Tensor]:
     """Balance scores and their plain top-k as 0/1, both [T, E] float: bias and groups do not enter, padding is zero."""
     scores = balance_scores(logits_TE, router.score)
-    picked = scores.detach().topk(top_k, dim=-1).indices
+    picked = highest(scores.detach(), top_k)
     chosen = torch.zeros_like(scores).scatter_(1, picked, 1.0)
     if valid_T is not None:
         keep = valid_T[:, None].to(scores.dtype)

@@ -35,16 +35,18 @@ def generate(
     """The prompt and up to `tokens` more, each drawn from softmax(logits / temperature) (the likeliest at temperature 0).
 
     Stops after end_of_text. Only the last max_tokens tokens are looked at. Every rank of the expert group calls it with the
-    same arguments and gets the same text: draws depend on (seed, position) only.
+    same arguments and gets the same text: draws depend on (seed, position) only, and the group's first rank decides.
     """
-    device, longest = model.place.device, model.config.max_tokens
+    device, longest, group = model.place.device, model.config.max_tokens, model.place.groups.ep
     text = list(prompt) or [end_of_text]
     for position in range(tokens):
         seen = torch.tensor(text[-longest:], dtype=torch.int64, device=device)
         packing = packing_of(None, seen.shape[0], device)
         last = model.hidden(seen, packing).hidden[-1:]
         logits = model.output_head.logits(last)[0].double().cpu()
-        text.append(_draw(logits, temperature, seed, position))
+        # Ranks that came to other tokens, by the last bit of a logit, would go different ways and wait for each other.
+        drawn = _draw(logits, temperature, seed, position) if group.position == 0 else 0
+        text.append(int(all_reduce_sum(torch.tensor([drawn], device=device), group)))
         if text[-1] == end_of_text:
             break
     return text

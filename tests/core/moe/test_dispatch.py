@@ -1,0 +1,251 @@
+"""Both dispatchers against loops over tokens and choices: outputs, gradients, empty and lopsided ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from core.config.architecture import MoE, Router
+from core.config.mapping import DispatcherName, ParallelConfig
+from core.layers.place import Place
+from core.moe.dispatch.allgather import AllGatherDispatcher
+from core.moe.dispatch.alltoall import AllToAllDispatcher
+from core.moe.experts import Experts
+from core.moe.layer import make_dispatcher
+from core.moe.router import Routing
+from core.parallel.groups import Group, groups_for, one_rank
+from core.state.inventory import initialise, inventory
+from tests.ranks import Ranks
+
+HIDDEN, FFN, TOP_K = 6, 8, 3
+NAMES: tuple[DispatcherName, ...] = ("allgather", "alltoall")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Tokens of each rank, and the experts [all tokens, K] that they choose, -1 for none."""
+
+    experts: int
+    cuts: tuple[int, ...]
+    chosen: tuple[tuple[int, ...], ...]
+
+    def mine(self, tensor: Tensor, rank: int) -> Tensor:
+        """This rank's rows of a tensor over all tokens."""
+        return tensor.split(list(self.cuts))[rank].clone()
+
+
+def work(experts: int, cuts: Sequence[int], *, only: range | None = None, padded: bool = False) -> Work:
+    """Random distinct choices among `only` (all experts by default), some of them padding if asked."""
+    generator = torch.Generator().manual_seed(experts + sum(cuts))
+    pool = list(only or range(experts))
+    chosen = []
+    for token in range(sum(cuts)):
+        order = torch.randperm(len(pool), generator=generator)[:TOP_K].tolist()
+        chosen.append((-1,) * TOP_K if padded and token % 3 == 1 else tuple(pool[i] for i in order))
+    return Work(experts=experts, cuts=tuple(cuts), chosen=tuple(chosen))
+
+
+def inputs(job: Work) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """hidden [T, H], router weights [T, K], experts [T, K], and the gradient that arrives [T, H], of all ranks together."""
+    generator = torch.Generator().manual_seed(11)
+    tokens = sum(job.cuts)
+    hidden, arrives = (torch.randn(tokens, HIDDEN, generator=generator, dtype=torch.float64) for _ in range(2))
+    weights = torch.rand(tokens, TOP_K, generator=generator, dtype=torch.float64)
+    return hidden, weights, torch.tensor(job.chosen, dtype=torch.int64).reshape(tokens, TOP_K), arrives
+
+
+class Holder(nn.Module):
+    """Gives the experts a canonical name."""
+
+    def __init__(self, experts: Experts) -> None:
+        super().__init__()
+        self.experts = experts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moved:
+    """What one rank has after dispatch, experts, combine and backward."""
+
+    out: Tensor
+    hidden_gradient: Tensor
+    weights_gradient: Tensor
+    expert_gradients: dict[str, Tensor]
+    rows: Tensor
+    counts: tuple[int, ...]
+
+
+def move(rank: int, world: int, job: Work, name: DispatcherName) -> Moved:
+    """All six stages and the backward on this rank's tokens."""
+    parallel = ParallelConfig(ep=world, dispatcher=name)
+    groups = groups_for(parallel)
+    place = Place(groups=groups, parallel=parallel, dtype=torch.float64, device=torch.device("cpu"))
+    config = MoE(experts=job.experts, top_k=TOP_K, expert_ffn=FFN, router=Router(score="softmax", normalise=False))
+    experts = Experts(config, HIDDEN, init_std=1.0, place=place)
+    initialise(Holder(experts), 3)
+    hidden, weights, chosen, arrives = (job.mine(tensor, rank) for tensor in inputs(job))
+    hidden.requires_grad_()
+    weights.requires_grad_()
+    counts = torch.bincount(chosen.flatten() + 1, minlength=job.experts + 1)[1:]
+    routing = Routing(experts_TK=chosen, weights_TK=weights, counts_E=counts, balance=None)
+    dispatcher = make_dispatcher(job.experts, place)
+    rows, plan = dispatcher.dispatch_preprocess(hidden, routing)
+    rows = dispatcher.dispatch(rows, plan)
+    arrived, plan = dispatcher.dispatch_postprocess(rows, plan)
+    back = dispatcher.combine_preprocess(experts(arrived), plan)
+    out = dispatcher.combine_postprocess(dispatcher.combine(back, plan), plan)
+    (out * arrives).sum().backward()
+    assert hidden.grad is not None and weights.grad is not None
+    gradients = {n: p.grad for n, p in experts.named_parameters() if p.grad is not None}
+    return Moved(
+        out=out.detach(),
+        hidden_gradient=hidden.grad,
+        weights_gradient=weights.grad,
+        expert_gradients=gradients,
+        rows=arrived.hidden_RH.detach(),
+        counts=arrived.counts,
+    )
+
+
+def move_both(rank: int, world: int, jobs: Sequence[Work]) -> list[dict[str, Moved]]:
+    """Every job with each dispatcher."""
+    return [{name: move(rank, world, job, name) for name in NAMES} for job in jobs]
+
+
+def naive(job: Work) -> Moved:
+    """The definition: every token and choice by itself, on whole weights, differentiated by autograd."""
+    parallel = ParallelConfig()
+    place = Place(groups=one_rank(), parallel=parallel, dtype=torch.float64, device=torch.device("cpu"))
+    config = MoE(experts=job.experts, top_k=TOP_K, expert_ffn=FFN, router=Router(score="softmax", normalise=False))
+    experts = Experts(config, HIDDEN, init_std=1.0, place=place)
+    initialise(Holder(experts), 3)
+    hidden, weights, chosen, arrives = inputs(job)
+    hidden.requires_grad_()
+    weights.requires_grad_()
+    loss = torch.zeros((), dtype=torch.float64)
+    out = torch.zeros_like(hidden).detach()
+    # An expert that nobody chose has a gradient of zeros.
+    loss = loss + 0.0 * (experts.gate_up.sum() + experts.down.sum() + hidden.sum() + weights.sum())
+    for t, choices in enumerate(chosen.tolist()):
+        for k, e in enumerate(choices):
+            if e < 0:
+                continue
+            gate, up = experts.gate_up[e, 0] @ hidden[t], experts.gate_up[e, 1] @ hidden[t]
+            y = weights[t, k] * (experts.down[e] @ (gate * torch.sigmoid(gate) * up))
+            out[t] += y.detach()
+            loss = loss + (y * arrives[t]).sum()
+    loss.backward()
+    assert hidden.grad is not None and weights.grad is not None
+    gradients = {n: p.grad for n, p in experts.named_parameters() if p.grad is not None}
+    return Moved(
+        out=out,
+        hidden_gradient=hidden.grad,
+        weights_gradient=weights.grad,
+        expert_gradients=gradients,
+        rows=torch.zeros(0, HIDDEN),
+        counts=(),
+    )
+
+
+def check(found: Sequence[Moved], job: Work) -> None:
+    """All ranks together against the loops."""
+    truth = naive(job)
+    for name in ("out", "hidden_gradient", "weights_gradient"):
+        parts = [getattr(moved, name) for moved in found]
+        assert [len(part) for part in parts] == list(job.cuts)
+        torch.testing.assert_close(torch.cat(parts), getattr(truth, name), rtol=1e-10, atol=1e-12)
+    for name, gradient in truth.expert_gradients.items():
+        # C2: each expert lies on one rank only, and its gradient is that of all tokens, not EP times it
+        whole = torch.cat([moved.expert_gradients[name] for moved in found])
+        torch.testing.assert_close(whole, gradient, rtol=1e-10, atol=1e-12)
+    # C10: nothing is dropped or doubled
+    routed = sum(e >= 0 for choices in job.chosen for e in choices)
+    assert sum(sum(moved.counts) for moved in found) == routed
+
+
+JOBS = {
+    1: [work(5, (7,)), work(5, (0,)), work(4, (6,), padded=True)],
+    # 7 tokens over two ranks (C9), uneven, none, padding, and all tokens to the experts of one rank (C1)
+    2: [
+        work(8, (4, 3)),
+        work(8, (0, 5)),
+        work(8, (1, 0)),
+        work(8, (0, 0)),
+        work(6, (5, 6), padded=True),
+        work(8, (5, 2), only=range(4)),
+        work(8, (0, 3), only=range(4, 8)),
+    ],
+    4: [work(12, (3, 0, 7, 1)), work(4, (2, 2, 5, 2), padded=True), work(12, (2, 3, 0, 1), only=range(9, 12))],
+}
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_c1_c4_both_dispatchers_are_the_loop_over_tokens_and_choices(ranks: Ranks, world: int) -> None:
+    found = ranks.run(move_both, world, JOBS[world], timeout_seconds=10.0)
+    for i, job in enumerate(JOBS[world]):
+        for name in NAMES:
+            check([rank[i][name] for rank in found], job)
+
+
+def test_c1_experts_without_rows_have_zeros_of_the_right_shape_as_gradient(ranks: Ranks) -> None:
+    found = ranks.run(move_both, 2, [work(8, (5, 2), only=range(4)), work(8, (0, 0))], timeout_seconds=10.0)
+    idle = [found[1][0][name] for name in NAMES] + [found[r][1][name] for r in range(2) for name in NAMES]
+    for moved in idle:
+        assert moved.counts == (0,) * 4
+        assert moved.rows.shape == (0, HIDDEN)
+        assert moved.expert_gradients["gate_up"].shape == (4, 2, FFN, HIDDEN)
+        assert moved.expert_gradients["down"].shape == (4, HIDDEN, FFN)
+        assert not any(gradient.any() for gradient in moved.expert_gradients.values())
+
+
+def test_c6_dispatchers_hand_every_expert_the_same_rows_in_the_same_order_and_repeat_bitwise(ranks: Ranks) -> None:
+    job = work(8, (6, 5))
+    first, second = (ranks.run(move_both, 2, [job]) for _ in range(2))
+    for rank in range(2):
+        gather, all_to_all = (first[rank][0][name] for name in NAMES)
+        assert gather.counts == all_to_all.counts
+        assert torch.equal(gather.rows, all_to_all.rows)
+        for name in gather.expert_gradients:
+            assert torch.equal(gather.expert_gradients[name], all_to_all.expert_gradients[name])
+        for name in NAMES:
+            for part in ("out", "hidden_gradient", "weights_gradient", "rows"):
+                once, again = (getattr(run[rank][0][name], part) for run in (first, second))
+                assert torch.equal(once, again), (name, part)
+
+
+@pytest.mark.parametrize("kind", [AllGatherDispatcher, AllToAllDispatcher])
+def test_experts_that_do_not_divide_over_the_group_are_refused(
+    kind: type[AllGatherDispatcher | AllToAllDispatcher],
+) -> None:
+    with pytest.raises(ValueError, match="5 experts do not divide over 2 ranks"):
+        kind(5, Group(ranks=(0, 1), position=0, handle=None))
+
+
+def held_experts(rank: int, world: int) -> list[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]:
+    """What each rank holds: name, offset, shape, data."""
+    parallel = ParallelConfig(ep=2)
+    groups = groups_for(parallel)
+    place = Place(groups=groups, parallel=parallel, dtype=torch.float64, device=torch.device("cpu"))
+    config = MoE(experts=12, top_k=1, expert_ffn=2, router=Router(score="softmax", normalise=False))
+    holder = Holder(Experts(config, 3, init_std=1.0, place=place))
+    initialise(holder, 3)
+    pieces = inventory(holder, groups).values()
+    return [(p.name, p.box.offset, (p.copy, p.copies), p.data) for p in pieces]
+
+
+def test_experts_are_numbered_over_all_ranks_and_copies_hold_the_same(ranks: Ranks) -> None:
+    """12 experts at EP=2 over 4 ranks: ranks 0 and 2 hold the first six, 1 and 3 the others (two-digit ids included)."""
+    found = ranks.run(held_experts, 4)
+    assert [piece[1][0] for rank in found for piece in rank if piece[0] == "experts.down"] == [0, 6, 0, 6]
+    assert [piece[2] for rank in found for piece in rank if piece[0] == "experts.down"] == [
+        (0, 2),
+        (0, 2),
+        (1, 2),
+        (1, 2),
+    ]
+    for a, b in ((0, 2), (1, 3)):
+        assert all(torch.equal(x[3], y[3]) for x, y in zip(found[a], found[b], strict=True))
+    assert not torch.equal(found[0][0][3], found[1][0][3])

@@ -1,0 +1,186 @@
+"""The smallest models of the three kinds, one global batch with documents of odd lengths, and training of it under any mapping."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from core.attention.packing import packing_of
+from core.config.architecture import (
+    GQA,
+    MLA,
+    AuxLoss,
+    Balance,
+    Dense,
+    ExpertBias,
+    Groups,
+    Layer,
+    ModelConfig,
+    MoE,
+    MultiToken,
+    RMSNorm,
+    Rope,
+    Router,
+    SharedExperts,
+    Yarn,
+    ZLoss,
+)
+from core.config.mapping import ParallelConfig
+from core.config.run import OptimizerConfig
+from core.kernels.cross_entropy import IGNORE
+from core.optim.chained import ChainedOptimizer
+from core.parallel.groups import groups_for
+from core.state.box import Box, whole
+from core.state.inventory import initialise, inventory
+from core.training.batch import TokenBatch
+from core.training.step import StepResult, train_step
+from core.transformer.stage import build_model
+
+VOCAB = 31
+WINDOW = 13
+NORM = RMSNorm(eps=1e-5)
+ATTENTION = GQA(heads=2, kv_heads=1, head_dim=8)
+MICROBATCH_LOSS, SEQUENCE_LOSS, GLOBAL_LOSS = (
+    AuxLoss(scope="microbatch", coefficient=0.5),
+    AuxLoss(scope="sequence", coefficient=0.3),
+    AuxLoss(scope="global_batch", coefficient=0.4),
+)
+Z_LOSS = ZLoss(coefficient=0.05)
+# Lengths of the documents in each of the eight windows of the global batch.
+DOCUMENTS = ((13,), (5, 8), (1, 12), (6, 1, 6), (13,), (2, 11), (7, 6), (4, 4, 5))
+# Without momentum and with a large eps an update is rate * g / (|g| + 1): scale, sign and size of every gradient show.
+PLAIN = OptimizerConfig(learning_rate=1.0, beta1=0.0, beta2=0.0, eps=1.0, weight_decay=0.1, clip_norm=None)
+
+
+def mixtral(balance: tuple[Balance, ...] = (MICROBATCH_LOSS, Z_LOSS)) -> ModelConfig:
+    """Two MoE layers: 4 experts, top-2, softmax over the chosen."""
+    moe = MoE(
+        experts=4, top_k=2, expert_ffn=8, router=Router(score="softmax_after_top_k", normalise=False, balance=balance)
+    )
+    return _model((Layer(attention=ATTENTION, mlp=moe),) * 2)
+
+
+def qwen3(balance: tuple[Balance, ...] = (GLOBAL_LOSS,)) -> ModelConfig:
+    """Two MoE layers: 12 experts, top-3, renormalised softmax; query and key norms, tied embeddings."""
+    moe = MoE(experts=12, top_k=3, expert_ffn=8, router=Router(score="softmax", normalise=True, balance=balance))
+    attention = replace(ATTENTION, head_norm=NORM)
+    return replace(_model((Layer(attention=attention, mlp=moe),) * 2), tied_embeddings=True)
+
+
+def deepseek(
+    balance: tuple[Balance, ...] = (ExpertBias(rate=0.05), SEQUENCE_LOSS, GLOBAL_LOSS, Z_LOSS),
+) -> ModelConfig:
+    """A dense and an MoE layer with MLA: 16 experts in 4 groups, top-4, a shared expert, two modules that predict ahead."""
+    attention = MLA(heads=2, query_rank=6, latent_rank=8, nope_dim=4, rope_dim=4, value_dim=6, latent_norm=NORM)
+    router = Router(score="sigmoid", normalise=True, groups=Groups(total=4, kept=2, best=2), scale=2.5, balance=balance)
+    moe = MoE(experts=16, top_k=4, expert_ffn=8, router=router, shared=SharedExperts(count=2))
+    model = _model((Layer(attention=attention, mlp=Dense(ffn=24)), Layer(attention=attention, mlp=moe)))
+    yarn = Yarn(theta=1e4, factor=4.0, trained_tokens=8, mscale=1.0, mscale_all_dim=0.7)
+    return replace(model, rope=yarn, predict_ahead=MultiToken(depth=2, loss_weight=0.3))
+
+
+def _model(layers: tuple[Layer, ...]) -> ModelConfig:
+    return ModelConfig(
+        vocab=VOCAB, hidden=16, max_tokens=32, norm=NORM, rope=Rope(theta=1e4), layers=layers, init_std=0.3
+    )
+
+
+def batch_of(tokens: Sequence[int], labels: Sequence[int], lengths: Sequence[int]) -> TokenBatch:
+    """A packed batch from plain lists."""
+    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int64)
+    packing = packing_of(ends, len(tokens), torch.device("cpu"))
+    return TokenBatch(
+        tokens=torch.tensor(tokens, dtype=torch.int64), labels=torch.tensor(labels, dtype=torch.int64), packing=packing
+    )
+
+
+def empty_batch() -> TokenBatch:
+    """No token at all."""
+    none = torch.zeros(0, dtype=torch.int64)
+    return TokenBatch(tokens=none, labels=none, packing=packing_of(None, 0, torch.device("cpu")))
+
+
+def microbatches(step: int, position: int = 0, replicas: int = 1, microbatch: int = 8) -> list[TokenBatch]:
+    """The microbatches of `microbatch` windows that one replica has of the global batch of eight windows of a step."""
+    generator = np.random.default_rng(1000 + step)
+    windows = generator.integers(0, VOCAB, (len(DOCUMENTS), WINDOW + 1))
+    mine = len(DOCUMENTS) // replicas
+    rows = range(position * mine, (position + 1) * mine)
+    return [_pack(windows, rows[i : i + microbatch]) for i in range(0, mine, microbatch)]
+
+
+def _pack(windows: np.ndarray, rows: Sequence[int]) -> TokenBatch:
+    """Labels are the next token of the same document; behind every second window's end it is known, as loaders may."""
+    tokens, labels, lengths = [], [], []
+    for row in rows:
+        known = windows[row, 1:].tolist()
+        for start, end in pairwise((0, *accumulate(DOCUMENTS[row]))):
+            if end < WINDOW or row % 2:
+                known[end - 1] = IGNORE
+            lengths.append(end - start)
+        tokens += windows[row, :-1].tolist()
+        labels += known
+    return batch_of(tokens, labels, lengths)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One training run: the same global batches, some mapping and split."""
+
+    model: ModelConfig
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    microbatch: int = 8
+    steps: int = 3
+    optimizer: OptimizerConfig = PLAIN
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What one rank knows after training: the steps' results, and (name, shape, box, data) of its pieces of the model."""
+
+    results: list[StepResult]
+    pieces: list[tuple[str, tuple[int, ...], Box, Tensor]]
+
+
+def train(case: Case) -> Trained:
+    """Train this rank's share of `case` in float64, in the initialised world or alone."""
+    groups = groups_for(case.parallel)
+    model = build_model(case.model, groups=groups, parallel=case.parallel, dtype=torch.float64)
+    initialise(model, 7)
+    optimizer = ChainedOptimizer(model, case.optimizer, groups)
+    results = []
+    for step in range(case.steps):
+        batches = microbatches(step, groups.dp.position, groups.dp.size, case.microbatch)
+        results.append(train_step(model, optimizer, batches, rate=case.optimizer.learning_rate, groups=groups))
+    pieces = [(p.name, p.shape, p.box, p.data) for p in inventory(model, groups).values()]
+    return Trained(results=results, pieces=pieces)
+
+
+def train_all(rank: int, world: int, cases: Sequence[Case]) -> list[Trained]:
+    """`train` of several cases one after the other, for the pool of ranks."""
+    return [train(case) for case in cases]
+
+
+def assemble(ranks: Sequence[Trained]) -> dict[str, Tensor]:
+    """The whole tensors by canonical name, from all ranks' pieces. Copies of a piece must be bitwise the same."""
+    held: dict[str, dict[Box, Tensor]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for trained in ranks:
+        for name, shape, box, data in trained.pieces:
+            assert shapes.setdefault(name, shape) == shape, name
+            known = held.setdefault(name, {}).setdefault(box, data)
+            assert torch.equal(known, data), f"copies of {name} {box} differ"
+    found = {}
+    for name, boxes in held.items():
+        full = torch.full(shapes[name], torch.nan, dtype=torch.float64)
+        assert sum(box.elements for box in boxes) == whole(shapes[name]).elements, name
+        for box, data in boxes.items():
+            full[box.slices] = data.double()
+        assert not full.isnan().any(), f"{name} has holes or holds NaN"
+        found[name] = full
+    return found

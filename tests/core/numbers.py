@@ -15,7 +15,7 @@ BACKENDS = ("native", "float32")
 def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     """Normal numbers, drawn in float64 and rounded to `dtype`."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, dtype=torch.float64, generator=generator).to(dtype)
+    return torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype)
 
 
 def leaf(tensor: Tensor) -> Tensor:
@@ -23,13 +23,18 @@ def leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().clone(memory_format=torch.preserve_format).requires_grad_()
 
 
-def near(actual: Tensor, truth: Tensor, *, units: float = 8.0) -> None:
-    """`actual` has the shape of `truth` and lies within `units` roundings of its own format, by the largest element."""
+def near(actual: Tensor | None, truth: Tensor | None, *, units: float = 8.0, least: float = 1e-30) -> None:
+    """`actual` has the shape of `truth` and lies within `units` roundings of its own format, by the largest element.
+
+    least: the size of what a truth near zero was added up from.
+    """
+    assert actual is not None and truth is not None, "there is no gradient"
     assert actual.shape == truth.shape, f"{tuple(actual.shape)} is not {tuple(truth.shape)}"
     if not actual.numel():
         return
+    actual, truth = actual.detach(), truth.detach()
     assert bool(torch.isfinite(actual).all()), "not finite"
-    bound = units * torch.finfo(actual.dtype).eps * max(float(truth.double().abs().max()), 1e-30)
+    bound = units * torch.finfo(actual.dtype).eps * max(float(truth.double().abs().max()), least)
     error = float((actual.double() - truth.double()).abs().max())
     assert error <= bound, f"off by {error:g}, {error / bound * units:.1f} roundings"
 

@@ -103,7 +103,7 @@ def test_normal_numbers_have_the_moments_and_the_tails_of_a_normal_distribution(
 
 def test_uniform_numbers_fill_the_open_interval_evenly() -> None:
     x = np.sort(uniform(5, "u", whole((256, 257))).numpy().ravel())
-    assert x.dtype == np.float64 and 0.0 < x[0] and x[-1] < 1.0
+    assert x.dtype == np.float64 and x[0] > 0.0 and x[-1] < 1.0
     assert np.abs(x - (np.arange(x.size) + 0.5) / x.size).max() < 1.95 / math.sqrt(x.size)
 
 

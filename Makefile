@@ -10,7 +10,10 @@ PYTHON ?= python3
 ARGS ?=
 VENV := .venv
 STAMP := $(VENV)/installed
-PIP := $(VENV)/bin/python -m pip --quiet --disable-pip-version-check --no-input
+# pip compiles on one core and in series; all cores do it at the end in half the time. Without it every start would be slow
+# wherever PYTHONDONTWRITEBYTECODE is set.
+INSTALL := $(VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-input --no-compile
+NEVER_IMPORTED := /tests?/|/torch/testing/|/transformers/models/
 
 .PHONY: install train test lint bench clean
 .DEFAULT_GOAL := install
@@ -23,13 +26,14 @@ $(STAMP): pyproject.toml requirements-cpu.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed, and '$(PYTHON)' is $$($(PYTHON) -V 2>&1). Name another: make install PYTHON=python3.11"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2> /dev/null || { echo "'$(PYTHON)' has no venv module. On Debian and Ubuntu it is the package python3-venv."; exit 1; }
 	@$(VENV)/bin/python -m pip --version > /dev/null 2>&1 || { \
-		if $(PYTHON) -c 'import importlib.metadata as m; m.version("torch")' 2> /dev/null; then shared=--system-site-packages; fi; \
+		if $(PYTHON) -c 'import importlib.metadata as m, sys; m.version("torch"); sys.exit(sys.prefix != sys.base_prefix)' 2> /dev/null; then shared=--system-site-packages; fi; \
 		echo "Making $(VENV) with $$($(PYTHON) -V)$${shared:+, over the torch that is installed}"; \
 		$(PYTHON) -m venv --clear $$shared $(VENV); }
 	@$(VENV)/bin/python -c 'import importlib.metadata as m; m.version("torch")' 2> /dev/null || { \
-		echo "Installing the CPU build of torch (some 200 MB)"; $(PIP) install -r requirements-cpu.txt; }
+		echo "Installing the CPU build of torch (some 200 MB)"; $(INSTALL) -r requirements-cpu.txt; }
 	@echo "Installing the zoo and what it depends on"
-	@$(PIP) install -e '.[dev]'
+	@$(INSTALL) -e '.[dev]'
+	@$(VENV)/bin/python -m compileall -qq -j 0 -x '$(NEVER_IMPORTED)' $(VENV)/lib || true  # some files are for other Pythons
 	@touch $@
 
 train: $(STAMP)

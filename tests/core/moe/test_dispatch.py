@@ -183,7 +183,7 @@ JOBS = {
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_c1_c4_both_dispatchers_are_the_loop_over_tokens_and_choices(ranks: Ranks, world: int) -> None:
+def test_c1_c2_c4_c9_c10_both_dispatchers_are_the_loop_over_tokens_and_choices(ranks: Ranks, world: int) -> None:
     found = ranks.run(move_both, world, JOBS[world], timeout_seconds=10.0)
     for i, job in enumerate(JOBS[world]):
         for name in NAMES:

@@ -87,8 +87,8 @@ def naive_layer(w: Mapping[str, Tensor], path: str, xs: list[Tensor]) -> list[Te
             q = turned(query, p)
             weights = torch.softmax(torch.stack([q @ keys[j] for j in range(p + 1)]) / math.sqrt(HEAD_DIM), 0)
             heads.append(sum(weights[j] * values[j] for j in range(p + 1)))
-        x = x + w[f"{path}.attention.output.weight"] @ torch.cat(heads)
-        out.append(x + naive_moe(w, f"{path}.mlp", rms(x, w[f"{path}.mlp_norm.weight"])))
+        mixed = x + w[f"{path}.attention.output.weight"] @ torch.cat(heads)
+        out.append(mixed + naive_moe(w, f"{path}.mlp", rms(mixed, w[f"{path}.mlp_norm.weight"])))
     return out
 
 

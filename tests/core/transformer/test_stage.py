@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from core.config.architecture import Dense, Layer, ModelConfig
+from core.config.mapping import ParallelConfig
 from core.kernels.cross_entropy import IGNORE
 from core.layers.embedding import Vocabulary
+from core.layers.place import Place
 from core.parallel.groups import one_rank
 from core.state.inventory import initialise, inventory
 from core.transformer.context import BalanceInputs, Totals
@@ -107,9 +109,6 @@ def test_no_token_and_one_token_pass_forward_and_backward(name: str) -> None:
 
 def test_e5_the_head_takes_logits_as_a_whole_and_gives_the_known_value() -> None:
     """Logits [0, 1, 2, 3] and label 3: ln(1 + e^-1 + e^-2 + e^-3) = 0.4402, per token and summed."""
-    from core.config.mapping import ParallelConfig
-    from core.layers.place import Place
-
     place = Place(groups=one_rank(), parallel=ParallelConfig(), dtype=torch.float32, device=torch.device("cpu"))
     head = Vocabulary(4, 1, init_std=1.0, place=place)
     with torch.no_grad():

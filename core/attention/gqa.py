@@ -33,11 +33,6 @@ class GroupedQueryAttention(nn.Module):
         self.query_norm = RMSNorm(norm, config.head_dim, place=place) if norm else None
         self.key_norm = RMSNorm(norm, config.head_dim, place=place) if norm else None
 
-    @staticmethod
-    def rotated_dimensions(config: GQA) -> int:
-        """How many dimensions of a head the rotation turns."""
-        return config.head_dim
-
     def forward(self, x_TH: Tensor, packing: Packing, turn: Rotation) -> Tensor:
         """[T, hidden] to [T, hidden]."""
         q, k, v = (layer(x_TH).unflatten(-1, (-1, self.head_dim)) for layer in (self.query, self.key, self.value))

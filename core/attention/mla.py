@@ -40,11 +40,6 @@ class MultiHeadLatentAttention(nn.Module):
         self.latent_up = linear(config.heads * (config.nope_dim + config.value_dim), config.latent_rank)
         self.output = linear(model.hidden, config.heads * config.value_dim)
 
-    @staticmethod
-    def rotated_dimensions(config: MLA) -> int:
-        """How many dimensions of a head the rotation turns."""
-        return config.rope_dim
-
     def forward(self, x_TH: Tensor, packing: Packing, turn: Rotation) -> Tensor:
         """[T, hidden] to [T, hidden]."""
         c = self.config

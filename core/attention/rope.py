@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.config.architecture import Rope, Yarn
+from core.config.architecture import GQA, Attention, Rope, Yarn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +23,11 @@ class Rotation:
 def yarn_scale(factor: float, mscale: float) -> float:
     """m(s) = 0.1 * s * ln(factor) + 1 (arXiv 2309.00071, section 3.4, as DeepSeek parametrises it)."""
     return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def rotated_dimensions(attention: Attention) -> int:
+    """How many dimensions of a head the rotation turns."""
+    return attention.head_dim if isinstance(attention, GQA) else attention.rope_dim
 
 
 def softmax_scale(head_dim: int, rope: Rope | Yarn) -> float:

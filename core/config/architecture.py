@@ -169,7 +169,12 @@ class MultiToken:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A whole language model. `max_tokens` is the longest sequence it is declared for."""
+    """A whole language model.
+
+    max_tokens: the longest sequence it is declared for. init_std: of every matrix at the start; embedding_std: of the
+    embedding, where it is another one. A small model needs it: layers of width 256 add about 0.1 to a residual stream
+    that starts at 0.02, all tokens look alike to the routers, and experts collapse before they have learned anything.
+    """
 
     vocab: int
     hidden: int
@@ -179,6 +184,7 @@ class ModelConfig:
     layers: tuple[Layer, ...]
     tied_embeddings: bool = False
     init_std: float = 0.02
+    embedding_std: float | None = None
     predict_ahead: MultiToken | None = None
 
     def mtp_layers(self) -> tuple[Layer, ...]:

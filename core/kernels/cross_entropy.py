@@ -11,8 +11,8 @@ from torch import Tensor
 from core.kernels.backend import matmul_backend
 
 IGNORE = -100
-# Tokens whose logits exist at a time.
-_CHUNK_TOKENS = 512
+# Logits that exist at a time: enough tokens for fast products, little beside the model.
+_CHUNK_BYTES = 64 << 20
 
 
 def head_cross_entropy(hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor) -> Tensor:
@@ -56,8 +56,9 @@ def _over_chunks(hidden: Tensor, weight: Tensor, labels: Tensor, grads: tuple[Te
     product = wide if matmul_backend(hidden.dtype, hidden.device) == "float32" else hidden.dtype
     loss = hidden.new_zeros((), dtype=wide)
     matrix = weight.to(product)
-    for start in range(0, hidden.shape[0], _CHUNK_TOKENS):
-        piece = slice(start, start + _CHUNK_TOKENS)
+    chunk = max(64, _CHUNK_BYTES // (weight.shape[0] * loss.element_size()))
+    for start in range(0, hidden.shape[0], chunk):
+        piece = slice(start, start + chunk)
         rows, target = hidden[piece].to(product), labels[piece]
         valid = target != IGNORE
         index = torch.where(valid, target, 0)[:, None]

@@ -60,19 +60,16 @@ class _FusedLoop(torch.autograd.Function):
     def forward(
         ctx: Any, rows: Tensor, weight_R: Tensor, gate_up: Tensor, down: Tensor, counts: tuple[int, ...]
     ) -> Tensor:
-        ffn, work = down.shape[2], _work_dtype(rows)
-        hidden = rows.new_empty(rows.shape[0], 2 * ffn)
+        work = _work_dtype(rows)
+        hidden = rows.new_empty(rows.shape[0], 2 * down.shape[2])
         out = rows.new_empty(rows.shape[0], down.shape[1])
-        start = 0
-        for e, count in enumerate(counts):
-            piece = slice(start, start + count)
-            start += count
-            if not count:
+        split = [tensor.split(counts) for tensor in (rows, weight_R, hidden, out)]
+        for x, weight, kept, y, first, second in zip(*split, gate_up.flatten(1, 2), down, strict=True):
+            if not x.shape[0]:
                 continue
-            product = rows[piece].to(work) @ gate_up[e].flatten(0, 1).to(work).T
-            hidden[piece] = product
-            act = swiglu_forward(product[:, :ffn], product[:, ffn:], weight_R[piece].to(work))
-            _product(act, down[e].to(work).T, out[piece])
+            product = _wide(_product(x.to(work), first.to(work).T, kept))
+            gate, up = product.chunk(2, dim=1)
+            _product(swiglu_forward(gate, up, weight.to(product.dtype)).to(work), second.to(work).T, y)
         ctx.save_for_backward(rows, weight_R, gate_up, down, hidden)
         ctx.counts = counts
         return out
@@ -84,37 +81,35 @@ class _FusedLoop(torch.autograd.Function):
         # Contiguous whatever the weight is: an expert's piece must flatten to a view, or what is written to it is lost.
         grad_gate_up = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
         grad_down = torch.empty_like(down)
-        start = 0
-        for e, count in enumerate(ctx.counts):
-            piece = slice(start, start + count)
-            start += count
-            if not count:
-                grad_gate_up[e].zero_()
-                grad_down[e].zero_()
-                continue
-            _expert_backward(
-                (grads[0][piece], rows[piece], weight_R[piece], gate_up[e].flatten(0, 1), down[e], hidden[piece]),
-                (grad_rows[piece], grad_weight[piece], grad_gate_up[e].flatten(0, 1), grad_down[e]),
-            )
+        of_rows = (grads[0], rows, weight_R, hidden, grad_rows, grad_weight)
+        of_experts = (gate_up.flatten(1, 2), down, grad_gate_up.flatten(1, 2), grad_down)
+        for grad, x, weight, kept, *outs, first, second, grad_first, grad_second in zip(
+            *(tensor.split(ctx.counts) for tensor in of_rows), *of_experts, strict=True
+        ):
+            if x.shape[0]:
+                _expert_backward((grad, x, weight, first, second, kept), (*outs, grad_first, grad_second))
+            else:
+                grad_first.zero_()
+                grad_second.zero_()
         return grad_rows, grad_weight, grad_gate_up, grad_down, None
 
 
 def _expert_backward(saved: tuple[Tensor, ...], out: tuple[Tensor, ...]) -> None:
     """One expert's gradients, written to `out` (rows, weights, gate_up [2F, H], down [H, F])."""
     work = _work_dtype(saved[0])
-    grad, rows, weight, gate_up, down, hidden = (tensor.to(work) for tensor in saved)
-    ffn = down.shape[1]
-    gate, up = hidden[:, :ffn], hidden[:, ffn:]
-    grad_act = grad @ down
-    _product(grad.T, swiglu_forward(gate, up, weight), out[3])
+    grad, rows, gate_up, down = (saved[i].to(work) for i in (0, 1, 3, 4))
+    hidden = _wide(saved[5])
+    gate, up = hidden.chunk(2, dim=1)
     grad_hidden = torch.empty_like(hidden)
-    grad_weight = swiglu_backward(
-        grad_act, gate, up, weight, out_gate=grad_hidden[:, :ffn], out_up=grad_hidden[:, ffn:]
+    grad_gate, grad_up = grad_hidden.chunk(2, dim=1)
+    act, grad_weight = swiglu_backward(
+        _wide(grad @ down), gate, up, saved[2].to(hidden.dtype), out_gate=grad_gate, out_up=grad_up
     )
     assert grad_weight is not None, "a weight was given"
     out[1].copy_(grad_weight)
-    _product(grad_hidden, gate_up, out[0])
-    _product(grad_hidden.T, rows, out[2])
+    _product(grad.T, act.to(work), out[3])
+    _product(grad_hidden.to(work), gate_up, out[0])
+    _product(grad_hidden.to(work).T, rows, out[2])
 
 
 def _work_dtype(x: Tensor) -> torch.dtype:
@@ -122,9 +117,15 @@ def _work_dtype(x: Tensor) -> torch.dtype:
     return torch.float32 if matmul_backend(x.dtype, x.device) == "float32" else x.dtype
 
 
-def _product(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """out = a @ b, rounded to out's dtype."""
+def _wide(x: Tensor) -> Tensor:
+    """x as what is done element by element sees it: 16-bit floats in float32, so that only products' operands are rounded."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+def _product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
+    """out = a @ b, rounded to out's dtype; returns the product as it was before rounding."""
     if out.dtype == a.dtype:
-        torch.mm(a, b, out=out)
-    else:
-        out.copy_(a @ b)
+        return torch.mm(a, b, out=out)
+    product = a @ b
+    out.copy_(product)
+    return product

@@ -25,19 +25,17 @@ def swiglu_forward(gate_RF: Tensor, up_RF: Tensor, weight_R: Tensor | None) -> T
 
 def swiglu_backward(
     grad_RF: Tensor, gate_RF: Tensor, up_RF: Tensor, weight_R: Tensor | None, *, out_gate: Tensor, out_up: Tensor
-) -> Tensor | None:
+) -> tuple[Tensor, Tensor | None]:
     """The gradients of `swiglu` given that of its result; those of gate and up are written to out_gate and out_up.
 
-    Overwrites grad_RF. Returns the gradient of weight_R [R], or None without one.
+    Overwrites grad_RF. Returns the result itself [R, F], made anew because nobody kept it, and the gradient of weight_R [R].
     """
-    sigmoid = torch.sigmoid(gate_RF)
-    silu = gate_RF * sigmoid
-    grad_weight = None
+    silu = F.silu(gate_RF)
+    act, grad_weight = silu * up_RF, None
     if weight_R is not None:
-        grad_weight = torch.linalg.vecdot(grad_RF, silu * up_RF)
-        grad_RF = grad_RF.mul_(weight_R[:, None])
+        grad_weight = torch.linalg.vecdot(grad_RF, act)
+        act.mul_(weight_R[:, None])
+        grad_RF.mul_(weight_R[:, None])
     torch.mul(grad_RF, silu, out=out_up)
-    # d silu / d gate = sigmoid + silu * (1 - sigmoid)
-    derivative = torch.addcmul(sigmoid, silu, 1.0 - sigmoid)
-    torch.mul(grad_RF.mul_(up_RF), derivative, out=out_gate)
-    return grad_weight
+    torch.ops.aten.silu_backward.grad_input(grad_RF.mul_(up_RF), gate_RF, grad_input=out_gate)
+    return act, grad_weight

@@ -22,8 +22,11 @@ class Block(nn.Module):
         super().__init__()
         self.path = path
         self.attention_norm = RMSNorm(model.norm, model.hidden, place=place)
-        kind = GroupedQueryAttention if isinstance(layer.attention, GQA) else MultiHeadLatentAttention
-        self.attention = kind(layer.attention, model, place=place)
+        self.attention: GroupedQueryAttention | MultiHeadLatentAttention
+        if isinstance(layer.attention, GQA):
+            self.attention = GroupedQueryAttention(layer.attention, model, place=place)
+        else:
+            self.attention = MultiHeadLatentAttention(layer.attention, model, place=place)
         self.mlp_norm = RMSNorm(model.norm, model.hidden, place=place)
         if isinstance(layer.mlp, Dense):
             self.mlp: SwiGLU | MoELayer = SwiGLU(model.hidden, layer.mlp.ffn, init_std=model.init_std, place=place)

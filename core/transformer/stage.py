@@ -7,11 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from core.attention.gqa import GroupedQueryAttention
-from core.attention.mla import MultiHeadLatentAttention
 from core.attention.packing import Packing, packing_of
-from core.attention.rope import rotation
-from core.config.architecture import GQA, ModelConfig
+from core.attention.rope import rotated_dimensions, rotation
+from core.config.architecture import ModelConfig
 from core.config.mapping import ParallelConfig
 from core.kernels.cross_entropy import IGNORE
 from core.layers.embedding import Vocabulary
@@ -48,7 +46,8 @@ class Stage(nn.Module):
         self.place = place
         # What ckpt/huggingface.py knows of the folder that the weights came from; None for a model made here.
         self.origin: object | None = None
-        self.embedding = Vocabulary(model.vocab, model.hidden, init_std=model.init_std, place=place)
+        embedding_std = model.init_std if model.embedding_std is None else model.embedding_std
+        self.embedding = Vocabulary(model.vocab, model.hidden, init_std=embedding_std, place=place)
         self.layers = nn.ModuleDict(
             {str(i): Block(layer, model, f"layers.{i}", place) for i, layer in enumerate(model.layers)}
         )
@@ -82,7 +81,7 @@ class Stage(nn.Module):
         context = self._context(packing, valid_T, balance)
         hidden = self.embedding.embed(tokens_T)
         routings: dict[str, Routing] = {}
-        for block in self.layers.values():
+        for block in self._blocks():
             hidden, routing = block(hidden, context)
             if routing is not None:
                 routings[block.path] = routing
@@ -103,7 +102,7 @@ class Stage(nn.Module):
         total = main / max(1, balance.totals.labels)
         routings, ahead, hidden = dict(out.routings), [], out.hidden
         context = self._context(packing, valid_T, balance) if len(self.mtp) else None
-        for depth, module in enumerate(self.mtp.values()):
+        for depth, module in enumerate(self._modules_ahead()):
             assert context is not None and self.config.predict_ahead is not None
             inputs, labels = labels_ahead(labels_T, packing.lengths, depth)
             embedded = self.embedding.embed(inputs.masked_fill(inputs == IGNORE, 0))
@@ -131,11 +130,14 @@ class Stage(nn.Module):
         ahead = (labels_ahead(labels_T, packing.lengths, depth)[1] for depth in depths)
         return Totals(tokens=routed, labels=_known(labels_T), ahead=tuple(_known(labels) for labels in ahead))
 
+    def _blocks(self) -> list[Block]:
+        return [block for block in self.layers.values() if isinstance(block, Block)]
+
+    def _modules_ahead(self) -> list[MultiTokenModule]:
+        return [module for module in self.mtp.values() if isinstance(module, MultiTokenModule)]
+
     def _context(self, packing: Packing, valid_T: Tensor | None, balance: BalanceInputs | None) -> Context:
-        attention = self.config.layers[0].attention
-        kind = GroupedQueryAttention if isinstance(attention, GQA) else MultiHeadLatentAttention
-        rotated = kind.rotated_dimensions(attention)
-        turn = rotation(self.config.rope, rotated, packing.positions_T)
+        turn = rotation(self.config.rope, rotated_dimensions(self.config.layers[0].attention), packing.positions_T)
         return Context(packing=packing, valid_T=valid_T, turn=turn, balance=balance)
 
 

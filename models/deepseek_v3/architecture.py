@@ -91,6 +91,7 @@ TINY = ModelConfig(
     vocab=4096,
     hidden=256,
     max_tokens=512,
+    embedding_std=1.0,
     norm=RMSNorm(eps=1e-6),
     rope=Yarn(theta=1e4, factor=2.0, trained_tokens=256, mscale=1.0, mscale_all_dim=1.0),
     layers=repeat(1, Layer(attention=TINY_ATTENTION, mlp=Dense(ffn=768)))

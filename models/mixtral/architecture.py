@@ -46,6 +46,7 @@ TINY = ModelConfig(
     vocab=4096,
     hidden=256,
     max_tokens=512,
+    embedding_std=1.0,
     norm=RMSNorm(eps=1e-5),
     rope=Rope(theta=1e4),
     layers=repeat(

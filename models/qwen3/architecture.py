@@ -45,6 +45,7 @@ TINY = ModelConfig(
     vocab=4096,
     hidden=256,
     max_tokens=512,
+    embedding_std=1.0,
     norm=NORM,
     rope=Rope(theta=1e4),
     layers=repeat(

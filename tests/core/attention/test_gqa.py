@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from core.attention.gqa import GroupedQueryAttention
 from core.attention.packing import packing_of
-from core.attention.rope import rotation
+from core.attention.rope import rotated_dimensions, rotation
 from core.config.architecture import GQA, Dense, Layer, ModelConfig, RMSNorm, Rope, Yarn
 from core.state.inventory import declared
 from tests.core.layers.places import place
@@ -114,4 +114,4 @@ def test_names_and_shapes_are_canonical() -> None:
     }  # fmt: skip
     without = build(GQA(heads=4, kv_heads=2, head_dim=6), Rope(theta=1e4))
     assert set(declared(without)) == {f"{n}.weight" for n in ("query", "key", "value", "output")}
-    assert GroupedQueryAttention.rotated_dimensions(config) == 6
+    assert rotated_dimensions(config) == 6

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from core.attention.mla import MultiHeadLatentAttention
 from core.attention.packing import packing_of
-from core.attention.rope import rotation
+from core.attention.rope import rotated_dimensions, rotation
 from core.config.architecture import MLA, Dense, Layer, ModelConfig, RMSNorm, Rope, Yarn
 from core.state.inventory import declared
 from tests.core.layers.places import place
@@ -120,4 +120,4 @@ def test_names_and_shapes_are_canonical() -> None:
     for query_rank, queries in ((5, compressed), (None, {"query.weight": (30, HIDDEN)})):
         found = declared(build(mla(query_rank), PLAIN))
         assert {name: entry.spec.shape for name, entry in found.items()} == {**queries, **shared}
-    assert MultiHeadLatentAttention.rotated_dimensions(mla(None)) == 4
+    assert rotated_dimensions(mla(None)) == 4

@@ -15,7 +15,8 @@ SIZES = [(0, 3), (1, 1), (7, 5), (13, 8)]
 
 def backward(grad: Tensor, gate: Tensor, up: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     out_gate, out_up = torch.full_like(gate, torch.nan), torch.full_like(up, torch.nan)
-    of_weight = swiglu_backward(grad.clone(), gate, up, weight, out_gate=out_gate, out_up=out_up)
+    act, of_weight = swiglu_backward(grad.clone(), gate, up, weight, out_gate=out_gate, out_up=out_up)
+    near(act, swiglu(torch.cat([gate, up], 1).double(), None if weight is None else weight.double()))
     return out_gate, out_up, of_weight
 
 

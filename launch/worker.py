@@ -6,6 +6,7 @@ Started as `python -m launch.worker RUN` by a back end, which has written RUN/ru
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import sys
@@ -40,11 +41,12 @@ from core.training.loop import Hooks, Progress, Trainer
 from core.training.metrics import MetricsWriter, StepMetrics
 from core.training.peak import measure_matmul_rate
 from core.transformer.stage import Stage, build_model
-from launch.folder import ERRORS_FOLDER, SAMPLES_FILE, read_run, write_json
+from launch.folder import ERRORS_FOLDER, SAMPLES_FILE, read_json, read_run, write_json
 from launch.profiles import find_profile
 from launch.progress import ProgressLine
 
 SAMPLE_PROMPT_TOKENS = 16
+PR_SET_PDEATHSIG = 1
 MODEL_PREFIX = "model."
 OPTIMIZER_PREFIX = "optimizer."
 
@@ -66,6 +68,7 @@ def main() -> None:
     flag = StopFlag()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, flag.note)
+    _end_with_the_launcher()
     try:
         with _world(out):
             train(out, flag)
@@ -153,7 +156,7 @@ class Sampler:
         text = _continue(self.model, self.data, prompt, tokens=count, temperature=0.8, seed=seed)
         if self.first:
             path = self.out / SAMPLES_FILE
-            known = _read_samples(path)
+            known = read_json(path) if path.exists() else {}
             write_json(path, {**known, "prompt": prompt, when: text[len(prompt) :]})
 
 
@@ -163,12 +166,6 @@ def _continue(model: Stage, data: TokenFiles, prompt: str, *, tokens: int, tempe
     given = tokenizer.encode(prompt, add_special_tokens=False).ids
     made = generate(model, given, tokens=tokens, end_of_text=data.end_of_text, temperature=temperature, seed=seed)
     return prompt + tokenizer.decode(made[len(given) :])
-
-
-def _read_samples(path: Path) -> dict[str, Any]:
-    from launch.folder import read_json
-
-    return read_json(path) if path.exists() else {}
 
 
 def _dtype(run: RunConfig) -> torch.dtype:
@@ -233,6 +230,12 @@ def _recorder(stack: contextlib.ExitStack, out: Path, run: RunConfig, start: Pro
 
 def _ignore(metrics: StepMetrics) -> None:
     """What the other ranks do with them."""
+
+
+def _end_with_the_launcher() -> None:
+    """Have the kernel send SIGTERM when the launcher dies, so that a launcher killed outright leaves no rank behind (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ def causal_attention(q_TAD: Tensor, k_TGD: Tensor, v_TGV: Tensor, packing: Packi
     q: [T, A, D]; k: [T, G, D]; v: [T, G, V]; A heads in order share G key/value heads, A / G each. Torch's fused attention
     over a batch where all sequences have one length, sequence by sequence otherwise.
     """
+    assert sum(packing.lengths) == q_TAD.shape[0], "the packing is of another batch"
     if q_TAD.shape[0] == 0:
         return q_TAD.new_zeros(0, q_TAD.shape[1], v_TGV.shape[2]) + 0.0 * (q_TAD.sum() + k_TGD.sum() + v_TGV.sum())
     dtype = q_TAD.dtype

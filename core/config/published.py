@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from core.config.architecture import Rope, Yarn
+from core.config.architecture import ModelConfig, Rope, Yarn
 from core.errors import ConfigError, Fault, RequestError
 
 # Fields that say how files, tokenizers, generation or training code behave; what the model computes does not depend on them.
@@ -29,6 +29,7 @@ HARMLESS = frozenset(
 )
 # fmt: on
 _ABSENT = object()
+EMBEDDING_STD = "embedding_initializer_range"
 _YARN = (
     "factor",
     "original_max_position_embeddings",
@@ -71,6 +72,11 @@ class Fields:
     def number(self, *names: str, default: Any = _ABSENT) -> float:
         """A number, as float."""
         return float(self._read(names, float, default, 0.0))
+
+    def optional_number(self, *names: str) -> float | None:
+        """A number, or None where there is none or it is null."""
+        value = self._read(names, float, None, 0.0)
+        return None if value is None else float(value)
 
     def flag(self, *names: str, default: Any = _ABSENT) -> bool:
         """True or false."""
@@ -215,6 +221,12 @@ def write_rope(rope: Rope | Yarn, *, scales_softmax: bool) -> dict[str, Any]:
     elif rope.mscale != 1.0:
         scaling["attention_factor"] = magnitude(rope.factor, rope.mscale)
     return {"rope_theta": rope.theta, "rope_scaling": scaling}
+
+
+def write_init(model: ModelConfig) -> dict[str, float]:
+    """The standard deviations of a new model's weights; the embedding's own is a field of this zoo, absent where it has none."""
+    own = {} if model.embedding_std is None else {EMBEDDING_STD: model.embedding_std}
+    return {"initializer_range": model.init_std, **own}
 
 
 def cannot_write(family: str, why: str) -> RequestError:

@@ -9,6 +9,9 @@ from core.config.architecture import ModelConfig
 from core.config.mapping import ParallelConfig
 from core.config.precision import PrecisionConfig
 
+# The label of a token that predicts nothing: it is in no loss and in no count.
+IGNORE = -100
+
 ScheduleName = Literal["cosine", "wsd"]
 
 

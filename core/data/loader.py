@@ -6,7 +6,8 @@ from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
 
-from core.data.packing import IGNORE, Microbatch, count_valid, count_windows, pack, silent
+from core.config.run import IGNORE
+from core.data.packing import Microbatch, count_valid, count_windows, pack, silent
 from core.data.storage import TokenSplit
 from core.errors import ConfigError, DataError, Fault
 

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from core.config.run import IGNORE
 from core.data.storage import TokenSplit
 from core.errors import DataError
-
-IGNORE = -100
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

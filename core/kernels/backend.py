@@ -23,6 +23,10 @@ def matmul_backend(dtype: torch.dtype, device: torch.device) -> MatmulBackend:
     return "native" if fast else "float32"
 
 
-def experts_backend(dtype: torch.dtype, device: torch.device) -> ExpertsBackend:
-    """How the grouped experts run: torch's grouped product on a GPU in bfloat16, one fused loop over experts elsewhere."""
-    return "grouped_mm" if device.type == "cuda" and dtype == torch.bfloat16 else "fused_loop"
+def experts_backend(dtype: torch.dtype, device: torch.device, hidden: int, ffn: int) -> ExpertsBackend:
+    """How experts of [ffn, hidden] run: torch's grouped product on a GPU in bfloat16, one fused loop over experts elsewhere.
+
+    Torch's product wants rows of a multiple of 16 bytes, which is eight bfloat16 numbers.
+    """
+    fits = hidden % 8 == 0 and ffn % 8 == 0
+    return "grouped_mm" if device.type == "cuda" and dtype == torch.bfloat16 and fits else "fused_loop"

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from core.config.run import IGNORE
 from core.kernels.backend import matmul_backend
 
-IGNORE = -100
 # Logits that exist at a time: enough tokens for fast products, little beside the model.
 _CHUNK_BYTES = 64 << 20
 

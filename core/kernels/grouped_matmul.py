@@ -25,7 +25,7 @@ def expert_mlp(rows_RH: Tensor, weight_R: Tensor, gate_up: Tensor, down: Tensor,
     """
     if sum(counts) != rows_RH.shape[0]:
         raise ValueError(f"{sum(counts)} rows are counted for the experts, but there are {rows_RH.shape[0]}")
-    if experts_backend(rows_RH.dtype, rows_RH.device) == "grouped_mm":
+    if experts_backend(rows_RH.dtype, rows_RH.device, *down.shape[1:]) == "grouped_mm":
         return expert_mlp_grouped_mm(rows_RH, weight_R, gate_up, down, counts)
     return _FusedLoop.apply(rows_RH, weight_R, gate_up, down, tuple(counts))
 

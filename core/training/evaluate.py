@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from core.attention.packing import packing_of
-from core.kernels.cross_entropy import IGNORE
+from core.config.run import IGNORE
 from core.parallel.collectives import all_reduce_sum
 from core.parallel.groups import Groups
 from core.state.box import Box

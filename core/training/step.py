@@ -159,5 +159,5 @@ def _not_finite_message(losses: list[float], norm: float, step: int) -> str:
     shown = ", ".join(f"{loss:g}" for loss in losses)
     return (
         f"step {step + 1}: the loss (sum {shown}) or the gradient norm ({norm:g}) is not finite; nothing was updated. "
-        "The last checkpoint is good. Resume it with a lower optimizer.learning_rate or a smaller optimizer.clip_norm."
+        "The last checkpoint, if there is one, is good. Resume it with a lower optimizer.learning_rate or a smaller optimizer.clip_norm."
     )

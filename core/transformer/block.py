@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from core.attention.gqa import GroupedQueryAttention
 from core.attention.mla import MultiHeadLatentAttention
+from core.attention.rope import rotated_dimensions
 from core.config.architecture import GQA, Dense, Layer, ModelConfig
 from core.layers.mlp import SwiGLU
 from core.layers.norm import RMSNorm
@@ -21,6 +22,7 @@ class Block(nn.Module):
     def __init__(self, layer: Layer, model: ModelConfig, path: str, place: Place) -> None:
         super().__init__()
         self.path = path
+        self.rotated = rotated_dimensions(layer.attention)
         self.attention_norm = RMSNorm(model.norm, model.hidden, place=place)
         self.attention: GroupedQueryAttention | MultiHeadLatentAttention
         if isinstance(layer.attention, GQA):
@@ -35,7 +37,9 @@ class Block(nn.Module):
 
     def forward(self, hidden_TH: Tensor, context: Context) -> tuple[Tensor, Routing | None]:
         """The layer's output, and its routing where it is an MoE layer."""
-        hidden_TH = hidden_TH + self.attention(self.attention_norm(hidden_TH), context.packing, context.turn)
+        hidden_TH = hidden_TH + self.attention(
+            self.attention_norm(hidden_TH), context.packing, context.turns[self.rotated]
+        )
         normed = self.mlp_norm(hidden_TH)
         if isinstance(self.mlp, SwiGLU):
             return hidden_TH + self.mlp(normed), None

@@ -47,11 +47,12 @@ class BalanceInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """Packing, padding (valid_T: False), rotation angles, and in training what balance losses are measured against."""
+    """Packing, padding (valid_T: False), rotation angles by the number of dimensions that they turn, and in training what
+    balance losses are measured against."""
 
     packing: Packing
     valid_T: Tensor | None
-    turn: Rotation
+    turns: Mapping[int, Rotation]
     balance: BalanceInputs | None
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from core.config.architecture import Layer, ModelConfig
-from core.kernels.cross_entropy import IGNORE
+from core.config.run import IGNORE
 from core.layers.linear import Linear
 from core.layers.norm import RMSNorm
 from core.layers.place import Place

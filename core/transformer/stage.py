@@ -11,7 +11,7 @@ from core.attention.packing import Packing, packing_of
 from core.attention.rope import rotated_dimensions, rotation
 from core.config.architecture import ModelConfig
 from core.config.mapping import ParallelConfig
-from core.kernels.cross_entropy import IGNORE
+from core.config.run import IGNORE
 from core.layers.embedding import Vocabulary
 from core.layers.norm import RMSNorm
 from core.layers.place import Place
@@ -137,8 +137,9 @@ class Stage(nn.Module):
         return [module for module in self.mtp.values() if isinstance(module, MultiTokenModule)]
 
     def _context(self, packing: Packing, valid_T: Tensor | None, balance: BalanceInputs | None) -> Context:
-        turn = rotation(self.config.rope, rotated_dimensions(self.config.layers[0].attention), packing.positions_T)
-        return Context(packing=packing, valid_T=valid_T, turn=turn, balance=balance)
+        sizes = {rotated_dimensions(layer.attention) for layer in self.config.layers}
+        turns = {size: rotation(self.config.rope, size, packing.positions_T) for size in sizes}
+        return Context(packing=packing, valid_T=valid_T, turns=turns, balance=balance)
 
 
 def build_model(

@@ -19,7 +19,7 @@ from core.config.architecture import (
     SharedExperts,
     repeat,
 )
-from core.config.published import Fields, cannot_write, read_rope, write_rope
+from core.config.published import EMBEDDING_STD, Fields, cannot_write, read_rope, write_init, write_rope
 from core.state.published import ends, experts, frequencies, latent, norms, swiglu
 from core.state.rules import Derived, Rule, plain
 from models.deepseek_v3.architecture import LATENT_NORM, PREDICTION_WEIGHT, SEQUENCE_LOSS, router
@@ -41,6 +41,7 @@ class DeepSeekFolder:
             layers=_read_layers(fields),
             tied_embeddings=fields.flag("tie_word_embeddings", default=False),
             init_std=fields.number("initializer_range", default=0.02),
+            embedding_std=fields.optional_number(EMBEDDING_STD),
             predict_ahead=MultiToken(depth=depth, loss_weight=PREDICTION_WEIGHT) if depth else None,
         )
         if depth and not (model.layers and isinstance(model.layers[-1].mlp, MoE)):
@@ -73,7 +74,7 @@ class DeepSeekFolder:
             "first_k_dense_replace": sum(isinstance(layer.mlp, Dense) for layer in model.layers),
             "hidden_act": "silu",
             "hidden_size": model.hidden,
-            "initializer_range": model.init_std,
+            **write_init(model),
             "intermediate_size": dense.ffn if dense else moe.expert_ffn * moe.top_k,
             "kv_lora_rank": attention.latent_rank,
             "max_position_embeddings": model.max_tokens,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from core.config.architecture import GQA, AuxLoss, Layer, ModelConfig, MoE, RMSNorm, repeat
-from core.config.published import Fields, cannot_write, read_rope, write_rope
+from core.config.published import EMBEDDING_STD, Fields, cannot_write, read_rope, write_init, write_rope
 from core.state.published import ends, experts, frequencies, grouped_query, norms
 from core.state.rules import Derived, Part, Rule
 from models.mixtral.architecture import router
@@ -42,6 +42,7 @@ class MixtralFolder:
             layers=repeat(fields.integer("num_hidden_layers"), Layer(attention=attention, mlp=moe)),
             tied_embeddings=fields.flag("tie_word_embeddings", default=False),
             init_std=fields.number("initializer_range", default=0.02),
+            embedding_std=fields.optional_number(EMBEDDING_STD),
         )
         fields.window("sliding_window", model.max_tokens)
         fields.only("hidden_act", "silu")
@@ -74,7 +75,7 @@ class MixtralFolder:
             "head_dim": attention.head_dim,
             "hidden_act": "silu",
             "hidden_size": model.hidden,
-            "initializer_range": model.init_std,
+            **write_init(model),
             "intermediate_size": moe.expert_ffn,
             "max_position_embeddings": model.max_tokens,
             "num_attention_heads": attention.heads,

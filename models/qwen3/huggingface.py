@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from core.config.architecture import GQA, AuxLoss, Dense, Layer, ModelConfig, MoE, RMSNorm
-from core.config.published import Fields, cannot_write, read_rope, write_rope
+from core.config.published import EMBEDDING_STD, Fields, cannot_write, read_rope, write_init, write_rope
 from core.state.published import ends, experts, frequencies, grouped_query, norms, swiglu
 from core.state.rules import Derived, Rule, plain
 from models.qwen3.architecture import router
@@ -32,6 +32,7 @@ class Qwen3Folder:
             layers=_read_layers(fields, hidden, norm),
             tied_embeddings=fields.flag("tie_word_embeddings", default=False),
             init_std=fields.number("initializer_range", default=0.02),
+            embedding_std=fields.optional_number(EMBEDDING_STD),
         )
         # The window is used only where use_sliding_window is true.
         if config.get("use_sliding_window", False) is not False:
@@ -57,7 +58,7 @@ class Qwen3Folder:
             "head_dim": attention.head_dim,
             "hidden_act": "silu",
             "hidden_size": model.hidden,
-            "initializer_range": model.init_std,
+            **write_init(model),
             "intermediate_size": dense.ffn if dense else moe.expert_ffn * moe.top_k,
             "max_position_embeddings": model.max_tokens,
             "mlp_only_layers": [i for i, layer in enumerate(model.layers) if isinstance(layer.mlp, Dense)],

@@ -12,9 +12,9 @@ CPU = Preset(
     hardware="cpu",
     ranks=2,
     parallel=ParallelConfig(ep=2),
-    train=TrainConfig(steps=300, sequence_tokens=256, global_batch=8, microbatch=4),
+    train=TrainConfig(steps=240, sequence_tokens=256, global_batch=8, microbatch=4),
     optimizer=OPTIMIZER,
 )
-GPU = replace(CPU, hardware="gpu", ranks=1, parallel=ParallelConfig(), train=replace(CPU.train, microbatch=16))
+GPU = replace(CPU, hardware="gpu", ranks=1, parallel=ParallelConfig(), train=replace(CPU.train, microbatch=8))
 
 PRESETS = (CPU, GPU)

@@ -31,8 +31,7 @@ from core.config.architecture import (
     ZLoss,
 )
 from core.config.mapping import ParallelConfig
-from core.config.run import OptimizerConfig
-from core.kernels.cross_entropy import IGNORE
+from core.config.run import IGNORE, OptimizerConfig
 from core.optim.chained import ChainedOptimizer
 from core.parallel.groups import groups_for
 from core.state.box import Box, whole

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from core.config.run import IGNORE
 from core.data.loader import Loader
-from core.data.packing import IGNORE
 from core.errors import ConfigError, DataError
 from tests.core.data.streams import documents_strategy, naive_window, random_split, split_of
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.data.packing import IGNORE, count_valid, count_windows, pack, silent
+from core.config.run import IGNORE
+from core.data.packing import count_valid, count_windows, pack, silent
 from core.errors import DataError
 from tests.core.data.streams import END, documents_strategy, naive_window, random_split, split_of
 

@@ -35,6 +35,7 @@ def test_a_build_without_onednn_widens_and_is_not_asked_further(monkeypatch: pyt
 
 
 def test_experts_run_grouped_on_a_gpu_in_bfloat16_and_as_a_loop_elsewhere() -> None:
-    assert experts_backend(torch.bfloat16, GPU) == "grouped_mm"
-    assert {experts_backend(d, CPU) for d in (torch.bfloat16, torch.float32, torch.float64)} == {"fused_loop"}
-    assert experts_backend(torch.float32, GPU) == "fused_loop"
+    assert experts_backend(torch.bfloat16, GPU, 512, 192) == "grouped_mm"
+    assert {experts_backend(d, CPU, 512, 192) for d in (torch.bfloat16, torch.float32, torch.float64)} == {"fused_loop"}
+    assert experts_backend(torch.float32, GPU, 512, 192) == "fused_loop"
+    assert {experts_backend(torch.bfloat16, GPU, *widths) for widths in ((508, 192), (512, 190))} == {"fused_loop"}

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from core.kernels.cross_entropy import IGNORE, head_cross_entropy, head_cross_entropy_reference
+from core.config.run import IGNORE
+from core.kernels.cross_entropy import head_cross_entropy, head_cross_entropy_reference
 from tests.core.numbers import BACKENDS, draw, gradients, near, use_backend
 
 HIDDEN, VOCAB = 5, 11

@@ -10,7 +10,7 @@ from torch.nn.functional import log_softmax
 
 from core.config.architecture import ModelConfig
 from core.config.mapping import DispatcherName, ParallelConfig
-from core.kernels.cross_entropy import IGNORE
+from core.config.run import IGNORE
 from core.parallel.groups import groups_for, one_rank
 from core.state.inventory import initialise
 from core.training.evaluate import generate, validation_loss

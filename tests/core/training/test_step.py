@@ -10,7 +10,7 @@ import torch
 
 from core.config.architecture import Dense, ExpertBias, Layer, ModelConfig, MoE
 from core.config.mapping import DispatcherName, ParallelConfig
-from core.kernels.cross_entropy import IGNORE
+from core.config.run import IGNORE
 from core.optim.chained import ChainedOptimizer
 from core.parallel.groups import groups_for, one_rank
 from core.state.inventory import initialise, inventory

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from core.config.architecture import GQA, Layer, ModelConfig, MoE, MultiToken, Router
-from core.kernels.cross_entropy import IGNORE
+from core.config.run import IGNORE
 from core.parallel.groups import one_rank
 from core.state.inventory import initialise
 from core.transformer.context import BalanceInputs, Totals

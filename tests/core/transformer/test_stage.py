@@ -11,7 +11,7 @@ from torch import Tensor
 
 from core.config.architecture import Dense, Layer, ModelConfig
 from core.config.mapping import ParallelConfig
-from core.kernels.cross_entropy import IGNORE
+from core.config.run import IGNORE
 from core.layers.embedding import Vocabulary
 from core.layers.place import Place
 from core.parallel.groups import one_rank

@@ -141,7 +141,7 @@ def _mapping(run: RunConfig) -> Iterator[Fault]:
     yield from faults
     if faults:
         return
-    experts = sorted({layer.mlp.experts for _, layer in run.model.all_layers() if isinstance(layer.mlp, MoE)})
+    experts = _experts(run)
     if not experts and parallel.ep > 1:
         rule = "spreads experts, and this model has none"
         yield Fault(setting="parallel.ep", value=parallel.ep, rule=rule, works="1")
@@ -162,11 +162,16 @@ def _folds(run: RunConfig) -> Iterator[Fault]:
         names = "parallel.tp*cp*pp" if run.ranks % dense else "parallel.etp*ep*pp"
         size = dense if run.ranks % dense else expert
         works = _nearest(run.ranks, lambda n: n % both == 0)
-        other = _nearest(parallel.ep, lambda n: run.ranks % n == 0)
+        other = _nearest(parallel.ep, lambda n: run.ranks % n == 0 and all(number % n == 0 for number in _experts(run)))
         hint = f", or parallel.ep={other}" if not run.ranks % dense else ""
         yield Fault(
             setting="--ranks", value=run.ranks, rule=f"must be a multiple of {names}={size}", works=works + hint
         )
+
+
+def _experts(run: RunConfig) -> list[int]:
+    """The numbers of experts that layers of the model have."""
+    return sorted({layer.mlp.experts for _, layer in run.model.all_layers() if isinstance(layer.mlp, MoE)})
 
 
 def _degrees(parallel: ParallelConfig) -> dict[str, int]:

@@ -12,17 +12,20 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import tempfile
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ckpt.huggingface import save_pretrained
 from core.attention.packing import packing_of
 from core.config.architecture import (
     GQA,
@@ -40,15 +43,14 @@ from core.config.architecture import (
     SharedExperts,
     repeat,
 )
-from core.config.family import find_family
-from core.config.run import OptimizerConfig
+from core.config.run import IGNORE, OptimizerConfig
 from core.kernels.backend import matmul_backend
 from core.optim.chained import ChainedOptimizer
 from core.parallel.groups import one_rank
 from core.state.inventory import initialise
 from core.training.batch import TokenBatch
 from core.training.step import train_step
-from core.transformer.stage import build_model
+from core.transformer.stage import Stage, build_model
 
 TOKENS, SEQUENCE, VOCAB, HIDDEN, LAYERS = 2048, 512, 8192, 512, 4
 PROBE_TOKENS = 256
@@ -57,6 +59,9 @@ BUDGET_SECONDS = 60.0
 RATE = 1e-4
 NORM = RMSNorm(eps=1e-6)
 FINE = {"experts": 64, "top_k": 8, "expert_ffn": 192}
+
+
+Step = Callable[[], float]
 
 
 def mixtral() -> ModelConfig:
@@ -131,15 +136,22 @@ def show(row: Row) -> None:
 
 
 def measure(name: str, dtype_name: str, rounds: int) -> Row:
-    """Both sides of one model in one dtype, taking turns."""
-    dtype, config = getattr(torch, dtype_name), MODELS[name]()
-    ours = our_step(config, dtype)
-    shapes = record_products(ours)
-    peer_name = min(
-        ("eager", "grouped_mm"), key=lambda kind: _seconds(peer_step(name, config, dtype, kind, PROBE_TOKENS))
-    )
-    peer = peer_step(name, config, dtype, peer_name, TOKENS)
-    times = take_turns({"ours": ours, "peer": peer}, rounds)
+    """Both sides of one model in one dtype, from the same weights, taking turns."""
+    dtype = getattr(torch, dtype_name)
+    model = build_model(MODELS[name](), dtype=dtype)
+    initialise(model, 0)
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent) / name
+        save_pretrained(model, folder, family=name)
+        kinds = ("eager", "grouped_mm")
+        peer_name = min(kinds, key=lambda kind: _seconds(peer_step(folder, dtype, kind, PROBE_TOKENS)))
+        peer = peer_step(folder, dtype, peer_name, TOKENS)
+    ours = our_step(model)
+    losses: list[float] = []
+    shapes = record_products(lambda: losses.append(ours()) or 0.0)
+    times = take_turns({"ours": ours, "peer": peer}, rounds, losses)
+    # Theirs has the auxiliary loss in it, of the order of its coefficient, a thousandth.
+    assert abs(losses[0] - losses[1]) < 0.05, f"first losses {losses} are not those of one model"
     return Row(
         model=name,
         dtype=dtype_name,
@@ -151,13 +163,16 @@ def measure(name: str, dtype_name: str, rounds: int) -> Row:
     )
 
 
-def take_turns(steps: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each step, one after the other in turn, after one of each to warm up (which counts if it used the budget)."""
+def take_turns(steps: dict[str, Step], rounds: int, losses: list[float]) -> dict[str, list[float]]:
+    """Seconds of each step, one after the other in turn, after one of the peer to warm up (which counts if it used the budget).
+
+    The loss of that one is added to `losses`.
+    """
     times: dict[str, list[float]] = {name: [] for name in steps}
-    spent = {name: _seconds(step) for name, step in steps.items()}
-    for name, seconds in spent.items():
-        if seconds > BUDGET_SECONDS:
-            times[name].append(seconds)
+    spent = dict.fromkeys(steps, 0.0)
+    spent["peer"] = _seconds(lambda: losses.append(steps["peer"]()) or 0.0)
+    if spent["peer"] > BUDGET_SECONDS:
+        times["peer"].append(spent["peer"])
     for _ in range(rounds):
         for name, step in steps.items():
             if spent[name] < BUDGET_SECONDS:
@@ -166,38 +181,37 @@ def take_turns(steps: dict[str, Callable[[], object]], rounds: int) -> dict[str,
     return times
 
 
-def our_step(config: ModelConfig, dtype: torch.dtype) -> Callable[[], object]:
-    """The zoo's own training step, as a run takes it."""
+def our_step(model: Stage) -> Step:
+    """The zoo's own training step, as a run takes it; gives the loss."""
     groups = one_rank()
-    model = build_model(config, dtype=dtype)
-    initialise(model, 0)
     optimizer = ChainedOptimizer(model, OptimizerConfig(learning_rate=RATE), groups)
     text = _text(TOKENS)
     cuts = torch.arange(0, TOKENS + 1, SEQUENCE)
-    batch = TokenBatch(tokens=text[:-1], labels=text[1:], packing=packing_of(cuts, TOKENS, torch.device("cpu")))
-    return lambda: train_step(model, optimizer, [batch], rate=RATE, groups=groups)
+    labels = text[1:].clone()
+    labels[SEQUENCE - 1 :: SEQUENCE] = IGNORE  # as in the peer, nothing is predicted across sequences
+    batch = TokenBatch(tokens=text[:-1], labels=labels, packing=packing_of(cuts, TOKENS, torch.device("cpu")))
+    return lambda: train_step(model, optimizer, [batch], rate=RATE, groups=groups).loss
 
 
-def peer_step(name: str, config: ModelConfig, dtype: torch.dtype, experts: str, tokens: int) -> Callable[[], object]:
-    """The same step in transformers, of the model that our config.json declares."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+def peer_step(folder: Path, dtype: torch.dtype, experts: str, tokens: int) -> Step:
+    """The same step in transformers, on our initial weights; gives the loss."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
-    declared = find_family(name).huggingface.write_config(config)
-    auxiliary = any(isinstance(b, AuxLoss) for layer in config.layers if isinstance(layer.mlp, MoE) for b in layer.mlp.router.balance)  # fmt: skip
-    settings: dict[str, Any] = {"output_router_logits": True} if auxiliary else {}
-    theirs = AutoConfig.for_model(**{**declared, **settings})
-    model = AutoModelForCausalLM.from_config(theirs, dtype=dtype, experts_implementation=experts)
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, experts_implementation=experts)
+    model.config.output_router_logits = True  # with the auxiliary loss where the model has one, as ours
     model.train()
-    ours = sum(p.numel() for p in build_model(config, device="meta").parameters())
-    assert sum(p.numel() for p in model.parameters()) == ours, "the peer is another model"
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    text = _text(tokens)[:-1].view(-1, min(SEQUENCE, tokens))
+    text = _text(TOKENS)[:tokens].view(-1, min(SEQUENCE, tokens))
 
-    def step() -> None:
-        model(input_ids=text, labels=text, use_cache=False).loss.backward()
+    def step() -> float:
+        loss = model(input_ids=text, labels=text, use_cache=False).loss
+        loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+        return float(loss.detach())
 
     return step
 
@@ -216,7 +230,7 @@ class _Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def record_products(step: Callable[[], object]) -> Counter[tuple[int, int, int]]:
+def record_products(step: Step) -> Counter[tuple[int, int, int]]:
     """How often a step multiplies [m, k] with [k, n]."""
     with _Products() as seen:
         step()
@@ -239,7 +253,7 @@ def bare_seconds(shapes: Counter[tuple[int, int, int]], dtype: torch.dtype) -> f
 
 def _model(layers: tuple[Layer, ...]) -> ModelConfig:
     return ModelConfig(
-        vocab=VOCAB, hidden=HIDDEN, max_tokens=TOKENS, norm=NORM, rope=Rope(theta=1e4), layers=layers, init_std=0.02
+        vocab=VOCAB, hidden=HIDDEN, max_tokens=TOKENS, norm=NORM, rope=Rope(theta=1e4), layers=layers, embedding_std=1.0
     )
 
 
@@ -247,7 +261,7 @@ def _text(tokens: int) -> Tensor:
     return torch.randint(0, VOCAB, (tokens + 1,), generator=torch.Generator().manual_seed(0))
 
 
-def _seconds(step: Callable[[], object]) -> float:
+def _seconds(step: Step) -> float:
     start = time.perf_counter()
     step()
     return time.perf_counter() - start

@@ -52,7 +52,7 @@ TINY = ModelConfig(
         4,
         Layer(
             attention=GQA(heads=8, kv_heads=2, head_dim=64, head_norm=NORM),
-            mlp=MoE(experts=32, top_k=4, expert_ffn=96, router=router(1e-3)),
+            mlp=MoE(experts=32, top_k=4, expert_ffn=96, router=router(2e-2)),
         ),
     ),
 )

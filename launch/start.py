@@ -8,7 +8,7 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -81,16 +81,14 @@ def _run_workers(run: RunConfig, out: Path, backend: Backend) -> None:
     from launch.report import write_report
 
     begun = time.monotonic()
-    ended = "failed"
     try:
         outcome = backend.start(Job(ranks=run.ranks, out=out))
-        ended = outcome.ended
     except JobError as error:
+        # What made the job fail may keep the summary from being written too, and must not be hidden behind that.
+        with suppress(RequestError):
+            _note_end(out, "failed", time.monotonic() - begun)
         raise JobError(f"{error}\n{_how_to_go_on(run, out)}", exit_code=error.exit_code) from error
-    finally:
-        summary = read_json(out / SUMMARY_FILE)
-        seconds = summary.get("seconds", 0.0) + time.monotonic() - begun
-        write_json(out / SUMMARY_FILE, {**summary, "seconds": seconds, "ended": ended})
+    _note_end(out, outcome.ended, time.monotonic() - begun)
     page = write_report(out)
     if outcome.ended == "finished":
         click.echo(f"report: {page}")
@@ -99,6 +97,13 @@ def _run_workers(run: RunConfig, out: Path, backend: Backend) -> None:
     step = measured[-1]["step"] if measured else 0
     at = f"stopped at step {step}, checkpoint saved" if step else "stopped before the first step"
     click.echo(f"{at}; {_how_to_go_on(run, out)}")
+
+
+def _note_end(out: Path, ended: str, seconds: float) -> None:
+    """Add to summary.json how this start ended and how long it took."""
+    summary = read_json(out / SUMMARY_FILE)
+    total = summary.get("seconds", 0.0) + seconds
+    write_json(out / SUMMARY_FILE, {**summary, "seconds": total, "ended": ended})
 
 
 def _how_to_go_on(run: RunConfig, out: Path) -> str:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
+import shutil
 import signal
 import sys
 import time
@@ -72,7 +74,8 @@ def main() -> None:
     try:
         with _world(out):
             train(out, flag)
-    except BaseException as error:
+    except BaseException as caught:
+        error = _explained(caught, out)
         _leave_word(out, rank, error)
         # Not a normal exit: other ranks may hang in a collective, and closing a broken group can hang this one.
         sys.stdout.flush()
@@ -247,6 +250,17 @@ def _world(out: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+def _explained(error: BaseException, out: Path) -> BaseException:
+    """A disk that filled up as the user's error that it is; anything else as it came."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        free = shutil.disk_usage(out).free
+        return CheckpointError(
+            f"{error.filename or out}: the disk is full ({free:,} bytes are free). The last checkpoint is whole: make room, "
+            f"then go on with --resume --out {out}."
+        )
+    return error
+
+
 def _leave_word(out: Path, rank: int, error: BaseException) -> None:
     """Write what went wrong where the launcher looks; a user's mistake has no traceback."""
     expected = isinstance(error, ZooError)
@@ -257,9 +271,12 @@ def _leave_word(out: Path, rank: int, error: BaseException) -> None:
         "traceback": None if expected else traceback.format_exc(),
         "exit_code": error.exit_code if isinstance(error, ZooError) else 1,
     }
-    with contextlib.suppress(OSError, ZooError):
+    try:
         (out / ERRORS_FOLDER).mkdir(exist_ok=True)
         write_json(out / ERRORS_FOLDER / f"rank{rank}.json", word)
+    except (OSError, ZooError):
+        # A full disk takes no file and no log, but the first rank's standard output is the terminal.
+        print(word["message"], flush=True)
     print(word["traceback"] or word["message"], file=sys.stderr, flush=True)
 
 

@@ -1,6 +1,7 @@
 """The command line: instant without torch, exit codes, and nothing started or overwritten by mistake."""
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -209,3 +210,18 @@ def test_a_gpu_run_without_devices_is_refused_before_anything_starts(
     with pytest.raises(RequestError, match=r"each rank needs a CUDA device, and torch sees 0 here\. Works: --hw cpu"):
         start(asked(tmp_path / "run", hardware="gpu", data=str(corpus)), FakeBackend(0))
     assert not (tmp_path / "run").exists()
+
+
+class LosesTheFolder:
+    """A job that fails because its folder went away."""
+
+    def start(self, job: Job) -> Outcome:
+        shutil.rmtree(job.out)
+        job.out.write_text("")
+        raise JobError("rank 0 failed first: the folder is gone")
+
+
+def test_a_summary_that_cannot_be_written_does_not_hide_why_the_job_failed(corpus: Path, tmp_path: Path) -> None:
+    with pytest.raises(JobError, match="the folder is gone") as caught:
+        start(asked(tmp_path / "run", data=str(corpus)), LosesTheFolder())
+    assert caught.value.exit_code == 1

@@ -49,6 +49,7 @@ lint: $(STAMP)
 	$(VENV)/bin/python -m pytest tests/test_architecture.py
 
 bench: $(STAMP)
+	$(VENV)/bin/python benchmarks/help.py
 	$(VENV)/bin/python benchmarks/step.py $(ARGS)
 
 clean:

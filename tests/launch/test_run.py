@@ -40,7 +40,7 @@ SMALL = (
     "train.eval_sequences=4",
     "checkpoint.interval=15",
 )
-WAIT_SECONDS = 60.0
+WAIT_SECONDS = 180.0
 
 
 @pytest.fixture

@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tokenizers import Tokenizer
 
 from ckpt.folders import latest
 from ckpt.load import load
 from ckpt.save import save
-from core.config.mapping import ParallelConfig
 from core.config.run import RunConfig
 from core.config.serial import run_to_json
 from core.data.loader import Loader
@@ -119,16 +119,14 @@ def train(out: Path, flag: StopFlag) -> None:
 
 def sample(run: Path, prompt: str, tokens: int, temperature: float, seed: int) -> str:
     """The text with which the newest checkpoint of a run continues `prompt`, on one rank whatever mapping trained it."""
-    file = read_run(run)
-    groups, device = one_rank(), torch.device("cpu")
-    config = replace(file.run, parallel=ParallelConfig())
-    folder = latest(run)
+    file, groups, folder = read_run(run), one_rank(), latest(run)
     if folder is None:
         raise CheckpointError(f"{run}: has no checkpoint yet. Train it first, or give another run.")
-    model = build_model(config.model, groups=groups, dtype=_dtype(config), device=device)
+    model = build_model(file.run.model, groups=groups, dtype=_dtype(file.run))
     load(folder, model_state(model, groups), groups.world, skip=(OPTIMIZER_PREFIX,))
-    data = open_tokens(Path(file.prepared), vocab=config.model.vocab)
-    return _continue(model, data, prompt, tokens=tokens, temperature=temperature, seed=seed)
+    data = open_tokens(Path(file.prepared), vocab=file.run.model.vocab)
+    tokenizer = load_tokenizer(data.tokenizer)
+    return prompt + _continuation(model, data, tokenizer, prompt, tokens=tokens, temperature=temperature, seed=seed)
 
 
 def model_state(model: Stage, groups: Groups) -> list[ShardedTensor]:
@@ -156,19 +154,27 @@ class Sampler:
         tokenizer = load_tokenizer(self.data.tokenizer)
         prompt = tokenizer.decode([int(t) for t in self.data.validation.tokens[:SAMPLE_PROMPT_TOKENS]])
         count, seed = self.run.train.sample_tokens, self.run.train.seed
-        text = _continue(self.model, self.data, prompt, tokens=count, temperature=0.8, seed=seed)
+        text = _continuation(self.model, self.data, tokenizer, prompt, tokens=count, temperature=0.8, seed=seed)
         if self.first:
             path = self.out / SAMPLES_FILE
             known = read_json(path) if path.exists() else {}
-            write_json(path, {**known, "prompt": prompt, when: text[len(prompt) :]})
+            write_json(path, {**known, "prompt": prompt, when: text})
 
 
-def _continue(model: Stage, data: TokenFiles, prompt: str, *, tokens: int, temperature: float, seed: int) -> str:
-    """Prompt and continuation as text."""
-    tokenizer = load_tokenizer(data.tokenizer)
+def _continuation(
+    model: Stage,
+    data: TokenFiles,
+    tokenizer: Tokenizer,
+    prompt: str,
+    *,
+    tokens: int,
+    temperature: float,
+    seed: int,
+) -> str:
+    """The text that follows the prompt."""
     given = tokenizer.encode(prompt, add_special_tokens=False).ids
     made = generate(model, given, tokens=tokens, end_of_text=data.end_of_text, temperature=temperature, seed=seed)
-    return prompt + tokenizer.decode(made[len(given) :])
+    return tokenizer.decode(made[len(given) :])
 
 
 def _dtype(run: RunConfig) -> torch.dtype:

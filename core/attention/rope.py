@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from core.config.architecture import GQA, Attention, Rope, Yarn
+from core.kernels.backend import wide_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +93,7 @@ class _Rotate(torch.autograd.Function):
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, neighbours: bool) -> Tensor:
     """x turned by the angles, computed in float32 (float64 for float64), in x's dtype."""
-    wide = x if x.dtype == torch.float64 else x.float()
+    wide = x.to(wide_dtype(x.dtype))
     half = x.shape[-1] // 2
     first, second = (wide[..., 0::2], wide[..., 1::2]) if neighbours else (wide[..., :half], wide[..., half:])
     out = torch.empty(wide.shape, dtype=wide.dtype, device=wide.device)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core.attention.packing import Packing
-from core.kernels.backend import matmul_backend
+from core.kernels.backend import product_dtype
 
 
 def causal_attention(q_TAD: Tensor, k_TGD: Tensor, v_TGV: Tensor, packing: Packing, scale: float) -> Tensor:
@@ -20,8 +20,8 @@ def causal_attention(q_TAD: Tensor, k_TGD: Tensor, v_TGV: Tensor, packing: Packi
     if q_TAD.shape[0] == 0:
         return q_TAD.new_zeros(0, q_TAD.shape[1], v_TGV.shape[2]) + 0.0 * (q_TAD.sum() + k_TGD.sum() + v_TGV.sum())
     dtype = q_TAD.dtype
-    if matmul_backend(dtype, q_TAD.device) == "float32":
-        q_TAD, k_TGD, v_TGV = q_TAD.float(), k_TGD.float(), v_TGV.float()
+    product = product_dtype(dtype, q_TAD.device)
+    q_TAD, k_TGD, v_TGV = q_TAD.to(product), k_TGD.to(product), v_TGV.to(product)
     if packing.uniform:
         return _batch(q_TAD, k_TGD, v_TGV, packing.lengths[0], scale).to(dtype)
     lengths = list(packing.lengths)

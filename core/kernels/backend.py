@@ -23,6 +23,16 @@ def matmul_backend(dtype: torch.dtype, device: torch.device) -> MatmulBackend:
     return "native" if fast else "float32"
 
 
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums, statistics and losses over values of `dtype`: float32, or float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype in which matrices of `dtype` are multiplied on `device`, as `matmul_backend` says."""
+    return torch.float32 if matmul_backend(dtype, device) == "float32" else dtype
+
+
 def experts_backend(dtype: torch.dtype, device: torch.device, hidden: int, ffn: int) -> ExpertsBackend:
     """How experts of [ffn, hidden] run: torch's grouped product on a GPU in bfloat16, one fused loop over experts elsewhere.
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core.config.run import IGNORE
-from core.kernels.backend import matmul_backend
+from core.kernels.backend import product_dtype, wide_dtype
 
 # Logits that exist at a time: enough tokens for fast products, little beside the model.
 _CHUNK_BYTES = 64 << 20
@@ -35,7 +35,7 @@ def head_cross_entropy_reference(hidden_TH: Tensor, weight_VH: Tensor, labels_T:
 class _HeadCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        wide = _wide(hidden)
+        wide = wide_dtype(hidden.dtype)
         grads = (hidden.new_empty(hidden.shape), weight.new_zeros(weight.shape, dtype=wide))
         loss = _over_chunks(hidden, weight, labels, grads)
         ctx.save_for_backward(*grads)
@@ -52,8 +52,7 @@ class _HeadCrossEntropy(torch.autograd.Function):
 
 def _over_chunks(hidden: Tensor, weight: Tensor, labels: Tensor, grads: tuple[Tensor, Tensor] | None) -> Tensor:
     """The summed loss; where `grads` is given, the gradients of hidden are written to it and those of the weight added."""
-    wide = _wide(hidden)
-    product = wide if matmul_backend(hidden.dtype, hidden.device) == "float32" else hidden.dtype
+    wide, product = wide_dtype(hidden.dtype), product_dtype(hidden.dtype, hidden.device)
     loss = hidden.new_zeros((), dtype=wide)
     matrix = weight.to(product)
     chunk = max(64, _CHUNK_BYTES // (weight.shape[0] * loss.element_size()))
@@ -79,8 +78,3 @@ def _over_chunks(hidden: Tensor, weight: Tensor, labels: Tensor, grads: tuple[Te
         else:
             grads[1].add_(grad.T @ rows)
     return loss
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    """The dtype of losses and softmax statistics: float32, or float64 for a float64 input."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32

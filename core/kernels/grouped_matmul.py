@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from core.kernels.backend import experts_backend, matmul_backend
+from core.kernels.backend import experts_backend, product_dtype, wide_dtype
 from core.kernels.swiglu import swiglu, swiglu_backward, swiglu_forward
 
 
@@ -60,14 +60,15 @@ class _FusedLoop(torch.autograd.Function):
     def forward(
         ctx: Any, rows: Tensor, weight_R: Tensor, gate_up: Tensor, down: Tensor, counts: tuple[int, ...]
     ) -> Tensor:
-        work = _work_dtype(rows)
+        work, wide = product_dtype(rows.dtype, rows.device), wide_dtype(rows.dtype)
         hidden = rows.new_empty(rows.shape[0], 2 * down.shape[2])
         out = rows.new_empty(rows.shape[0], down.shape[1])
         split = [tensor.split(counts) for tensor in (rows, weight_R, hidden, out)]
         for x, weight, kept, y, first, second in zip(*split, gate_up.flatten(1, 2), down, strict=True):
             if not x.shape[0]:
                 continue
-            product = _wide(_product(x.to(work), first.to(work).T, kept))
+            # Element by element in float32: of 16-bit floats only the products' operands are rounded.
+            product = _product(x.to(work), first.to(work).T, kept).to(wide)
             gate, up = product.chunk(2, dim=1)
             _product(swiglu_forward(gate, up, weight.to(product.dtype)).to(work), second.to(work).T, y)
         ctx.save_for_backward(rows, weight_R, gate_up, down, hidden)
@@ -96,30 +97,20 @@ class _FusedLoop(torch.autograd.Function):
 
 def _expert_backward(saved: tuple[Tensor, ...], out: tuple[Tensor, ...]) -> None:
     """One expert's gradients, written to `out` (rows, weights, gate_up [2F, H], down [H, F])."""
-    work = _work_dtype(saved[0])
+    work, wide = product_dtype(saved[0].dtype, saved[0].device), wide_dtype(saved[0].dtype)
     grad, rows, gate_up, down = (saved[i].to(work) for i in (0, 1, 3, 4))
-    hidden = _wide(saved[5])
+    hidden = saved[5].to(wide)
     gate, up = hidden.chunk(2, dim=1)
     grad_hidden = torch.empty_like(hidden)
     grad_gate, grad_up = grad_hidden.chunk(2, dim=1)
     act, grad_weight = swiglu_backward(
-        _wide(grad @ down), gate, up, saved[2].to(hidden.dtype), out_gate=grad_gate, out_up=grad_up
+        (grad @ down).to(wide), gate, up, saved[2].to(hidden.dtype), out_gate=grad_gate, out_up=grad_up
     )
     assert grad_weight is not None, "a weight was given"
     out[1].copy_(grad_weight)
     _product(grad.T, act.to(work), out[3])
     _product(grad_hidden.to(work), gate_up, out[0])
     _product(grad_hidden.to(work).T, rows, out[2])
-
-
-def _work_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which the products of `x` run on its device."""
-    return torch.float32 if matmul_backend(x.dtype, x.device) == "float32" else x.dtype
-
-
-def _wide(x: Tensor) -> Tensor:
-    """x as what is done element by element sees it: 16-bit floats in float32, so that only products' operands are rounded."""
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def _product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:

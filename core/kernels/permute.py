@@ -69,7 +69,11 @@ def unpermute(rows_RH: Tensor, rows: RowMap) -> Tensor:
 
 
 def sum_rows(rows_RH: Tensor, row_TK: Tensor) -> Tensor:
-    """sum over k of rows[row_TK[:, k]], where an index of R adds nothing: [T, H]. No gradient."""
+    """sum over k of rows[row_TK[:, k]], where an index of R adds nothing: [T, H]. No gradient.
+
+    In a row map each row belongs to one choice, so as many rows as choices means that every choice has one: the host learns from
+    shapes, without waiting for the device, whether an index of R can be there.
+    """
     tokens, hidden = row_TK.shape[0], rows_RH.shape[1]
     if rows_RH.shape[0] == 0 or tokens == 0:
         return rows_RH.new_zeros(tokens, hidden)
@@ -81,10 +85,9 @@ def sum_rows(rows_RH: Tensor, row_TK: Tensor) -> Tensor:
 def _sum_rows_plain(rows_RH: Tensor, row_TK: Tensor) -> Tensor:
     """`sum_rows` in the rows' own dtype: torch's embedding bag is a gather and a sum in one pass over memory."""
     total = rows_RH.shape[0]
-    missing = row_TK == total
-    if not bool(missing.any()):
+    if total == row_TK.numel():
         return F.embedding_bag(row_TK, rows_RH, mode="sum")
-    weights = (~missing).to(rows_RH.dtype)
+    weights = (row_TK != total).to(rows_RH.dtype)
     return F.embedding_bag(row_TK.clamp(max=total - 1), rows_RH, mode="sum", per_sample_weights=weights)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from core.config.architecture import RMSNorm as RMSNormConfig
+from core.kernels.backend import wide_dtype
 from core.layers.place import Place
 from core.state.box import whole
 from core.state.spec import Constant, TensorSpec
@@ -34,7 +35,7 @@ class RMSNorm(nn.Module):
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """The definition, differentiated by autograd; float64 stays float64."""
-    wide = x if x.dtype == torch.float64 else x.float()
+    wide = x.to(wide_dtype(x.dtype))
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (normed.to(x.dtype) * weight).to(x.dtype)
 
@@ -44,7 +45,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x if x.dtype == torch.float64 else x.float()
+        wide = x.to(wide_dtype(x.dtype))
         scale = torch.rsqrt(torch.linalg.vecdot(wide, wide).div_(x.shape[-1]).add_(eps))[..., None]
         ctx.save_for_backward(x, weight, scale)
         return (wide * scale).to(x.dtype) * weight
@@ -52,8 +53,8 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors
-        wide = x if x.dtype == torch.float64 else x.float()
-        grad = grads[0] if x.dtype == torch.float64 else grads[0].float()
+        wide = x.to(wide_dtype(x.dtype))
+        grad = grads[0].to(wide.dtype)
         size = x.shape[-1]
         normed = wide * scale
         grad_weight = (grad * normed).reshape(-1, size).sum(0)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from core.config.architecture import ExpertBias, MoE
+from core.kernels.backend import wide_dtype
 from core.kernels.routing import choose, scores_of, weights_of
 from core.layers.place import Place
 from core.moe.balance import BalanceLosses, BalanceScope, balance_losses
@@ -58,7 +59,7 @@ class Router(nn.Module):
     def forward(self, hidden_TH: Tensor, scope: BalanceScope | None, valid_T: Tensor | None = None) -> Routing:
         """Route [T, hidden]; `scope` is given in training, when balance losses are wanted."""
         router, experts = self.config.router, self.config.experts
-        wide = torch.float64 if hidden_TH.dtype == torch.float64 else torch.float32
+        wide = wide_dtype(hidden_TH.dtype)
         logits = F.linear(hidden_TH.to(wide), self.weight.to(wide))
         scores = scores_of(logits, router.score)
         chosen = choose(scores, self.config.top_k, router.groups, self.bias)

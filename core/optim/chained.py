@@ -10,7 +10,7 @@ from core.optim.adam import AdamW
 from core.optim.buckets import sum_over_replicas
 from core.parallel.collectives import all_reduce_sum
 from core.parallel.groups import Groups
-from core.state.inventory import declared, replicas
+from core.state.inventory import declared, piece_of
 from core.state.sharded import ShardedTensor
 
 # Elements whose squares are added in the gradients' own precision.
@@ -58,23 +58,12 @@ class ChainedOptimizer:
 
     def state(self) -> list[ShardedTensor]:
         """Moments and masters as canonical state `optimizer.<kind>.<parameter>`, data shared with the optimizer."""
-        pieces = []
-        for kind_of in (self.dense, self.expert):
-            for kind, tensors in kind_of.state().items():
-                for name, tensor in tensors.items():
-                    spec = kind_of.slots[name].entry.spec
-                    group = replicas(spec, self.groups)
-                    pieces.append(
-                        ShardedTensor(
-                            name=f"optimizer.{kind}.{name}",
-                            shape=spec.shape,
-                            box=spec.box,
-                            data=tensor,
-                            copy=group.position,
-                            copies=group.size,
-                        )
-                    )
-        return pieces
+        return [
+            piece_of(f"optimizer.{kind}.{name}", kind_of.slots[name].entry.spec, tensor, self.groups)
+            for kind_of in (self.dense, self.expert)
+            for kind, tensors in kind_of.state().items()
+            for name, tensor in tensors.items()
+        ]
 
     def set_steps(self, steps: int) -> None:
         """Continue as after `steps` updates."""

@@ -53,20 +53,15 @@ def replicas(spec: TensorSpec, groups: Groups) -> Group:
     return groups.edp if spec.replicas == "expert" else groups.replicas
 
 
+def piece_of(name: str, spec: TensorSpec, data: Tensor, groups: Groups) -> ShardedTensor:
+    """`data`, which lies as `spec` declares (a parameter, or a moment of it), as this rank's piece of the tensor `name`."""
+    group = replicas(spec, groups)
+    return ShardedTensor(name=name, shape=spec.shape, box=spec.box, data=data, copy=group.position, copies=group.size)
+
+
 def inventory(model: nn.Module, groups: Groups) -> dict[str, ShardedTensor]:
     """Every tensor of `model` as a piece of the canonical state, data shared with the model."""
-    pieces = {}
-    for name, entry in declared(model).items():
-        group = replicas(entry.spec, groups)
-        pieces[name] = ShardedTensor(
-            name=name,
-            shape=entry.spec.shape,
-            box=entry.spec.box,
-            data=entry.tensor.detach(),
-            copy=group.position,
-            copies=group.size,
-        )
-    return pieces
+    return {name: piece_of(name, entry.spec, entry.tensor.detach(), groups) for name, entry in declared(model).items()}
 
 
 @torch.no_grad()

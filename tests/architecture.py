@@ -20,7 +20,13 @@ OUTSIDE = ("tests", "benchmarks")
 # What answers `--help`, checks a request and plans a mapping: it loads without torch.
 WITHOUT_TORCH = (
     *("core/errors.py", "core/config/*", "core/parallel/mesh.py", "core/check.py"),
-    *("core/pipeline/layout.py", "core/pipeline/schedule.py", "core/pipeline/prove.py", "core/pipeline/simulate.py"),
+    *(
+        "core/pipeline/action.py",
+        "core/pipeline/layout.py",
+        "core/pipeline/schedule.py",
+        "core/pipeline/prove.py",
+        "core/pipeline/simulate.py",
+    ),
     *("core/state/box.py", "core/state/rules.py", "core/state/spec.py", "core/data/*", "core/training/metrics.py"),
     *("ckpt/manifest.py", "ckpt/store/protocol.py", "ckpt/cli.py", "models/*"),
     *("launch/profiles.py", "launch/request.py", "launch/cli.py", "launch/backends/*"),

@@ -1,4 +1,4 @@
-"""Where a model runs: degrees of both foldings of one world (contract 2)."""
+"""Where a model runs: degrees of both foldings of one world (contract 2), and what runs on them."""
 
 from __future__ import annotations
 
@@ -6,15 +6,32 @@ from dataclasses import dataclass
 from typing import Literal
 
 DispatcherName = Literal["allgather", "alltoall"]
+ScheduleName = Literal["gpipe", "1f1b", "zero_bubble", "combined"]
+ShardingName = Literal["zero1", "fsdp"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Attention folds the world as tp * cp * dp * pp, the MoE layers as etp * ep * edp * pp; dp and edp follow from the world."""
+    """Attention folds the world as tp * cp * dp * pp, the MoE layers as etp * ep * edp * pp; dp and edp follow from the world.
+
+    tp implies sequence parallelism: between attention and MLPs every rank of tp holds other tokens.
+    cp_alltoall: so many neighbours of cp exchange heads for sequence (all-to-all); the cp / cp_alltoall groups of them form a
+    ring. 1 is a pure ring, cp a pure all-to-all.
+    vpp: virtual stages per pipeline rank; a schedule interleaves them. layout: the stage language of core/pipeline/layout.py;
+    None spreads the layers evenly over pp * vpp stages.
+    sharding: what of the optimizer lies apart: its states and masters (zero1), or the parameters too (fsdp). fsdp_replicas:
+    with fsdp, whole copies of the shards along dp (hybrid sharding).
+    """
 
     tp: int = 1
     cp: int = 1
     pp: int = 1
     ep: int = 1
     etp: int = 1
+    vpp: int = 1
+    cp_alltoall: int = 1
+    layout: str | None = None
+    schedule: ScheduleName = "1f1b"
     dispatcher: DispatcherName = "alltoall"
+    sharding: ShardingName = "zero1"
+    fsdp_replicas: int = 1

@@ -10,9 +10,7 @@ the backend would have folded it.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -23,31 +21,17 @@ from core.parallel.groups import Group
 Rows = tuple[int, ...]
 
 
-@dataclass(kw_only=True)
-class Meter:
-    """Counts what this rank sends to other ranks, forward and backward: bytes by the name of the collective.
-
-    One is handed to the calls that are to be counted together. An all-reduce counts as its ring sends it.
-    """
-
-    sent_bytes: Counter[str] = field(default_factory=Counter)
-
-    def add(self, name: str, count: int) -> None:
-        """Count `count` bytes under `name`."""
-        self.sent_bytes[name] += count
-
-
-def all_gather(x: Tensor, group: Group, *, meter: Meter | None = None) -> Tensor:
+def all_gather(x: Tensor, group: Group) -> Tensor:
     """The equally many rows of every rank, one rank after the other: [rows, …] -> [size * rows, …].
 
     Backward: the sum over ranks of the gradient of my rows (reduce-scatter).
     """
     if group.handle is None:
         return x
-    return _Gather.apply(x, (x.shape[0],) * group.size, group, meter)
+    return _Gather.apply(x, (x.shape[0],) * group.size, group)
 
 
-def all_gather_rows(x: Tensor, counts: Sequence[int], group: Group, *, meter: Meter | None = None) -> Tensor:
+def all_gather_rows(x: Tensor, counts: Sequence[int], group: Group) -> Tensor:
     """The rows of every rank, one rank after the other: [counts[position], …] -> [sum(counts), …].
 
     counts: how many rows each rank of the group has, the same on all of them; zeros are fine.
@@ -60,10 +44,10 @@ def all_gather_rows(x: Tensor, counts: Sequence[int], group: Group, *, meter: Me
         )
     if group.handle is None:
         return x
-    return _Gather.apply(x, tuple(counts), group, meter)
+    return _Gather.apply(x, tuple(counts), group)
 
 
-def reduce_scatter(x: Tensor, group: Group, *, meter: Meter | None = None) -> Tensor:
+def reduce_scatter(x: Tensor, group: Group) -> Tensor:
     """The sum over ranks of my part of the rows: [size * rows, …] -> [rows, …].
 
     Backward: the gradients of all ranks, one after the other (all-gather). Raises ValueError if the rows do not divide.
@@ -72,10 +56,10 @@ def reduce_scatter(x: Tensor, group: Group, *, meter: Meter | None = None) -> Te
         raise ValueError(f"{x.shape[0]} rows do not divide into equal parts for {group.size} ranks")
     if group.handle is None:
         return x
-    return _ReduceScatter.apply(x, (x.shape[0] // group.size,) * group.size, group, meter)
+    return _ReduceScatter.apply(x, (x.shape[0] // group.size,) * group.size, group)
 
 
-def reduce_scatter_rows(x: Tensor, counts: Sequence[int], group: Group, *, meter: Meter | None = None) -> Tensor:
+def reduce_scatter_rows(x: Tensor, counts: Sequence[int], group: Group) -> Tensor:
     """The sum over ranks of my part of the rows: [sum(counts), …] -> [counts[position], …]; the counterpart of `all_gather_rows`.
 
     Backward: the gradients of all ranks, one after the other. Raises ValueError if `x` does not have sum(counts) rows.
@@ -85,12 +69,10 @@ def reduce_scatter_rows(x: Tensor, counts: Sequence[int], group: Group, *, meter
         raise ValueError(f"counts={tuple(counts)} are {sum(counts)} rows, not {x.shape[0]}")
     if group.handle is None:
         return x
-    return _ReduceScatter.apply(x, tuple(counts), group, meter)
+    return _ReduceScatter.apply(x, tuple(counts), group)
 
 
-def all_to_all(
-    x: Tensor, send_rows: Sequence[int], receive_rows: Sequence[int], group: Group, *, meter: Meter | None = None
-) -> Tensor:
+def all_to_all(x: Tensor, send_rows: Sequence[int], receive_rows: Sequence[int], group: Group) -> Tensor:
     """The rows that every rank has for me, in the order of the ranks: [sum(send_rows), …] -> [sum(receive_rows), …].
 
     send_rows: how many rows go to each rank of the group; receive_rows: how many come from each; zeros are fine.
@@ -105,90 +87,85 @@ def all_to_all(
         raise ValueError(f"rank {group.position} sends {rows}")
     if group.handle is None:
         return x
-    return _AllToAll.apply(x, tuple(send_rows), tuple(receive_rows), group, meter)
+    return _AllToAll.apply(x, tuple(send_rows), tuple(receive_rows), group)
 
 
-def all_reduce_sum(x: Tensor, group: Group, *, meter: Meter | None = None) -> Tensor:
+def all_reduce_sum(x: Tensor, group: Group) -> Tensor:
     """A new tensor with the sum of `x` over the ranks, the same on each; without gradient (for counts and norms)."""
     total = x.detach().clone(memory_format=torch.contiguous_format)
     if group.handle is None:
         return total
-    if meter is not None:
-        meter.add("all_reduce", 2 * (group.size - 1) * total.nbytes // group.size)
+    group.count("all_reduce", 2 * (group.size - 1) * total.nbytes // group.size)
     dist.all_reduce(total, group=group.handle)
     return total
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, counts: Rows, group: Group, meter: Meter | None) -> Tensor:
-        ctx.counts, ctx.group, ctx.meter = counts, group, meter
-        return _gather(x, counts, group, meter)
+    def forward(ctx, x: Tensor, counts: Rows, group: Group) -> Tensor:
+        ctx.counts, ctx.group = counts, group
+        return _gather(x, counts, group)
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
-        return _sum_parts(gradient, ctx.counts, ctx.group, ctx.meter), None, None, None
+        return _sum_parts(gradient, ctx.counts, ctx.group), None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, counts: Rows, group: Group, meter: Meter | None) -> Tensor:
-        ctx.counts, ctx.group, ctx.meter = counts, group, meter
-        return _sum_parts(x, counts, group, meter)
+    def forward(ctx, x: Tensor, counts: Rows, group: Group) -> Tensor:
+        ctx.counts, ctx.group = counts, group
+        return _sum_parts(x, counts, group)
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
-        return _gather(gradient, ctx.counts, ctx.group, ctx.meter), None, None, None
+        return _gather(gradient, ctx.counts, ctx.group), None, None
 
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, send_rows: Rows, receive_rows: Rows, group: Group, meter: Meter | None) -> Tensor:
-        ctx.send_rows, ctx.receive_rows, ctx.group, ctx.meter = send_rows, receive_rows, group, meter
-        return _exchange(x, send_rows, receive_rows, group, meter, "all_to_all")
+    def forward(ctx, x: Tensor, send_rows: Rows, receive_rows: Rows, group: Group) -> Tensor:
+        ctx.send_rows, ctx.receive_rows, ctx.group = send_rows, receive_rows, group
+        return _exchange(x, send_rows, receive_rows, group, "all_to_all")
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
-        back = _exchange(gradient, ctx.receive_rows, ctx.send_rows, ctx.group, ctx.meter, "all_to_all")
-        return back, None, None, None, None
+        back = _exchange(gradient, ctx.receive_rows, ctx.send_rows, ctx.group, "all_to_all")
+        return back, None, None, None
 
 
-def _gather(x: Tensor, counts: Rows, group: Group, meter: Meter | None) -> Tensor:
+def _gather(x: Tensor, counts: Rows, group: Group) -> Tensor:
     """Every rank's rows, in the order of the ranks."""
     if (
         len(set(counts)) > 1
     ):  # as an all-to-all of copies: no backend gathers uneven rows without padding or a broadcast each
-        return _exchange(
-            x.repeat(group.size, *[1] * (x.dim() - 1)), _mine(counts, group), counts, group, meter, "all_gather"
-        )
-    if meter is not None:
-        meter.add("all_gather", (group.size - 1) * x.nbytes)
+        return _exchange(x.repeat(group.size, *[1] * (x.dim() - 1)), _mine(counts, group), counts, group, "all_gather")
+    group.count("all_gather", (group.size - 1) * x.nbytes)
     out = x.new_empty((sum(counts), *x.shape[1:]))
     if out.numel():  # empty here means empty on every rank
         dist.all_gather_into_tensor(out, x.contiguous(), group=group.handle)
     return out
 
 
-def _sum_parts(x: Tensor, counts: Rows, group: Group, meter: Meter | None) -> Tensor:
+def _sum_parts(x: Tensor, counts: Rows, group: Group) -> Tensor:
     """The sum over ranks of the part of `x` that belongs to me, in the order of the ranks.
 
     As an all-to-all and a local sum: a reduce-scatter sends as much, but its order of summation is the backend's affair, it
     rounds 16-bit floats after each addition, and gloo has none for uneven parts.
     """
     mine = _mine(counts, group)
-    parts = _exchange(x, counts, mine, group, meter, "reduce_scatter").view(group.size, mine[0], *x.shape[1:])
+    parts = _exchange(x, counts, mine, group, "reduce_scatter").view(group.size, mine[0], *x.shape[1:])
     total = parts[0].to(torch.float32) if x.dtype in (torch.bfloat16, torch.float16) else parts[0].clone()
     for part in parts[1:]:
         total += part
     return total.to(x.dtype)
 
 
-def _exchange(x: Tensor, send_rows: Rows, receive_rows: Rows, group: Group, meter: Meter | None, name: str) -> Tensor:
+def _exchange(x: Tensor, send_rows: Rows, receive_rows: Rows, group: Group, name: str) -> Tensor:
     """The rows that every rank has for me. The one call that rows of unequal number travel through."""
     out = x.new_empty((sum(receive_rows), *x.shape[1:]))
     row_bytes = x[:1].nbytes if x.shape[0] else 0
-    if meter is not None:
-        meter.add(name, row_bytes * (sum(send_rows) - send_rows[group.position]))
+    group.count(name, row_bytes * (sum(send_rows) - send_rows[group.position]))
     dist.all_to_all_single(out, x.contiguous(), list(receive_rows), list(send_rows), group=group.handle)
     return out
 

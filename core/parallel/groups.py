@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from core.config.mapping import ParallelConfig
 from core.parallel.mesh import Folding, Mesh, fold
+from core.parallel.meter import Meter
 
 # A group does not inherit the timeout of the world: left alone, torch lets a collective that nobody answers wait half an hour.
 TIMEOUT = timedelta(minutes=5)
@@ -16,24 +18,38 @@ TIMEOUT = timedelta(minutes=5)
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """The ranks that communicate over one axis, and my position among them. `handle` is None in a group of one."""
+    """The ranks that communicate over one axis, and my position among them. `handle` is None in a group of one.
+
+    axis: under which name `meter` counts what is sent.
+    """
 
     ranks: tuple[int, ...]
     position: int
     handle: dist.ProcessGroup | None
+    axis: str = ""
+    meter: Meter | None = field(default=None, compare=False)
 
     @property
     def size(self) -> int:
         """The number of ranks."""
         return len(self.ranks)
 
+    def count(self, collective: str, sent_bytes: int) -> None:
+        """Tell the meter, if there is one, what leaves this rank."""
+        if self.meter is not None:
+            self.meter.add(self.axis, collective, sent_bytes)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Groups:
     """One rank's groups of both foldings.
 
-    replicas: dp * cp, the ranks that hold the same dense parameters. edp: those that hold the same experts.
-    tokens: tp * cp * dp, the ranks of one pipeline stage, over which the tokens of a global batch are spread.
+    heads, ring: the two foldings of cp, neighbours that exchange heads for sequence and the ring of those.
+    sequence: tp * cp, the ranks that share the tokens of one microbatch. tokens: tp * cp * dp, the ranks of one pipeline stage,
+    over which the tokens of a global batch are spread. experts: etp * ep, the ranks that together hold every expert once.
+    replicas: cp * dp, the ranks that hold equal copies of what tp cuts. adjacent: by every divisor n of tp, n neighbours along
+    tp times cp * dp. edp: the ranks that hold copies of the same experts. embedding: tp's cut of the embedding on all pipeline
+    ranks that hold it, times cp * dp; this rank alone where it holds none.
     """
 
     tp: Group
@@ -43,55 +59,105 @@ class Groups:
     etp: Group
     ep: Group
     edp: Group
-    replicas: Group
+    heads: Group
+    ring: Group
+    sequence: Group
     tokens: Group
+    experts: Group
+    replicas: Group
+    embedding: Group
     world: Group
+    adjacent: Mapping[int, Group]
 
 
 _DENSE = {"tp": ("tp",), "cp": ("cp",), "dp": ("dp",), "pp": ("pp",), "replicas": ("cp", "dp")}
-_DENSE |= {"tokens": ("tp", "cp", "dp"), "world": ("tp", "cp", "dp", "pp")}
-_EXPERT = {"etp": ("etp",), "ep": ("ep",), "edp": ("edp",)}
+_DENSE |= {"sequence": ("tp", "cp"), "tokens": ("tp", "cp", "dp"), "world": ("tp", "cp", "dp", "pp")}
+_EXPERT = {"etp": ("etp",), "ep": ("ep",), "edp": ("edp",), "experts": ("etp", "ep")}
+_CONTEXT = {"heads": ("cp.inner",), "ring": ("cp.outer",)}
 
 
-def one_rank() -> Groups:
+def one_rank(meter: Meter | None = None) -> Groups:
     """The groups of a world of one rank: nothing communicates."""
-    alone = Group(ranks=(0,), position=0, handle=None)
-    return Groups(**{name: alone for name in (*_DENSE, *_EXPERT)})
+    names = (*_DENSE, *_EXPERT, *_CONTEXT, "embedding")
+    alone = {name: Group(ranks=(0,), position=0, handle=None, axis=name, meter=meter) for name in names}
+    return Groups(**alone, adjacent={1: alone["replicas"]})
 
 
-def make_groups(mesh: Mesh, rank: int, *, timeout: timedelta = TIMEOUT) -> Groups:
+def make_groups(
+    mesh: Mesh,
+    rank: int,
+    *,
+    heads: int = 1,
+    embedding_stages: tuple[int, ...] = (0,),
+    timeout: timedelta = TIMEOUT,
+    meter: Meter | None = None,
+) -> Groups:
     """The groups of `rank`. Every rank of the world must call it, in the same order: making a group is collective.
 
+    heads: size of the groups that exchange heads inside cp. embedding_stages: pipeline ranks that hold the embedding.
     timeout: how long a collective waits for the other ranks before it raises.
     """
-    made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    maker = _Maker(rank=rank, timeout=timeout, meter=meter)
     mine: dict[str, Group] = {}
-    for folding, names in ((mesh.dense, _DENSE), (mesh.expert, _EXPERT)):
+    foldings = ((mesh.dense, _DENSE), (mesh.expert, _EXPERT), (mesh.dense.split("cp", heads), _CONTEXT))
+    for folding, names in foldings:
         for name, axes in names.items():
-            mine[name] = _make(folding, axes, rank, made, timeout)
-    return Groups(**mine)
+            mine[name] = maker.group(name, folding.groups(axes))
+    mine["embedding"] = maker.group("embedding", _holders(mesh.dense, embedding_stages))
+    adjacent = {}
+    tp = mesh.dense.size("tp")
+    for n in (n for n in range(1, tp + 1) if tp % n == 0):
+        folding = mesh.dense.split("tp", n)
+        adjacent[n] = maker.group("replicas", folding.groups(("tp.inner", "cp", "dp")))
+    return Groups(**mine, adjacent=adjacent)
 
 
-def groups_for(parallel: ParallelConfig, *, timeout: timedelta = TIMEOUT) -> Groups:
+def groups_for(
+    parallel: ParallelConfig,
+    *,
+    embedding_stages: tuple[int, ...] = (0,),
+    timeout: timedelta = TIMEOUT,
+    meter: Meter | None = None,
+) -> Groups:
     """The groups of this process under `parallel`: of the initialised world, or of one rank where there is none."""
     if not dist.is_initialized():
-        return one_rank()
-    return make_groups(fold(parallel, dist.get_world_size()), dist.get_rank(), timeout=timeout)
+        return one_rank(meter)
+    return make_groups(
+        fold(parallel, dist.get_world_size()),
+        dist.get_rank(),
+        heads=parallel.cp_alltoall,
+        embedding_stages=embedding_stages,
+        timeout=timeout,
+        meter=meter,
+    )
 
 
-def _make(
-    folding: Folding,
-    axes: tuple[str, ...],
-    rank: int,
-    made: dict[tuple[int, ...], dist.ProcessGroup],
-    timeout: timedelta,
-) -> Group:
-    """My group over `axes`; groups with equal ranks share one process group, kept in `made` while a mesh is built."""
-    found: Group | None = None
-    for ranks in folding.groups(axes):
-        if len(ranks) > 1 and ranks not in made:
-            made[ranks] = dist.new_group(list(ranks), timeout=timeout)
-        if rank in ranks:
-            found = Group(ranks=ranks, position=ranks.index(rank), handle=made.get(ranks))
-    assert found is not None, f"rank {rank} is in no group over {axes}"
-    return found
+def _holders(dense: Folding, stages: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """For every position along tp, the ranks of the pipeline stages in `stages`; every other rank alone."""
+    at = dense.axes.index("pp")
+    held, alone = [], []
+    for ranks in dense.groups(("cp", "dp", "pp")):
+        held.append(tuple(rank for rank in ranks if dense.coordinates(rank)[at] in stages))
+        alone += [(rank,) for rank in ranks if dense.coordinates(rank)[at] not in stages]
+    return [ranks for ranks in (*held, *alone) if ranks]
+
+
+@dataclass(kw_only=True)
+class _Maker:
+    """Makes groups for one rank; those with equal ranks share one process group."""
+
+    rank: int
+    timeout: timedelta
+    meter: Meter | None
+    made: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+
+    def group(self, name: str, members: Iterable[tuple[int, ...]]) -> Group:
+        """My one of the groups `members`, which are disjoint."""
+        found: Group | None = None
+        for ranks in members:
+            if len(ranks) > 1 and ranks not in self.made:
+                self.made[ranks] = dist.new_group(list(ranks), timeout=self.timeout)
+            if self.rank in ranks:
+                found = Group(ranks=ranks, position=ranks.index(self.rank), handle=None, axis=name, meter=self.meter)
+        assert found is not None, f"rank {self.rank} is in no group for {name}"
+        return replace(found, handle=self.made.get(found.ranks))

@@ -56,6 +56,17 @@ class Folding:
                 found = [c[:i] + (j,) + c[i + 1 :] for c in found for j in range(size)]
         return tuple(sorted(self.rank_at(c) for c in found))
 
+    def split(self, axis: str, inner: int) -> Folding:
+        """The same ranks with `axis` folded once more: `axis.inner` of `inner` neighbours varies faster than `axis.outer`.
+
+        Raises ValueError if `inner` does not divide the axis.
+        """
+        at = self.axes.index(axis)
+        if self.sizes[at] % inner:
+            raise ValueError(f"{axis} of {self.sizes[at]} ranks does not fold into groups of {inner}")
+        axes = (*self.axes[:at], f"{axis}.inner", f"{axis}.outer", *self.axes[at + 1 :])
+        return Folding(axes=axes, sizes=(*self.sizes[:at], inner, self.sizes[at] // inner, *self.sizes[at + 1 :]))
+
     def groups(self, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """Every group over `axes`, by first rank: together they hold each rank once."""
         free = [axis in axes for axis in self.axes]

@@ -45,6 +45,19 @@ def part(shape: tuple[int, ...], dimension: int, index: int, count: int) -> Box:
     return Box(offset=offset, shape=tuple(size if d == dimension else s for d, s in enumerate(shape)))
 
 
+def ends(size: int, count: int) -> tuple[int, ...]:
+    """Where `count` pieces of `size` elements begin and end, as equal as can be: count + 1 numbers from 0 to size."""
+    return tuple(size * i // count for i in range(count + 1))
+
+
+def stretch(shape: tuple[int, ...], dimension: int, index: int, count: int) -> Box:
+    """Piece `index` of `count` pieces of a tensor along `dimension`, as equal as can be; some are empty where count > size."""
+    bounds = ends(shape[dimension], count)
+    offset = tuple(bounds[index] if d == dimension else 0 for d in range(len(shape)))
+    size = bounds[index + 1] - bounds[index]
+    return Box(offset=offset, shape=tuple(size if d == dimension else s for d, s in enumerate(shape)))
+
+
 def intersect(a: Box, b: Box) -> Box | None:
     """What two boxes share, or None where they share no element."""
     low = tuple(max(x, y) for x, y in zip(a.offset, b.offset, strict=True))

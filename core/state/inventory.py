@@ -50,7 +50,13 @@ def declared(model: nn.Module) -> dict[str, Entry]:
 
 def replicas(spec: TensorSpec, groups: Groups) -> Group:
     """The ranks that hold equal copies of a tensor's piece."""
-    return groups.edp if spec.replicas == "expert" else groups.replicas
+    match spec.replicas:
+        case "expert":
+            return groups.edp
+        case "embedding":
+            return groups.embedding
+        case "dense":
+            return groups.adjacent[spec.adjacent]
 
 
 def piece_of(name: str, spec: TensorSpec, data: Tensor, groups: Groups) -> ShardedTensor:

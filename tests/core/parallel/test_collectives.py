@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from core.parallel.collectives import (
-    Meter,
     all_gather,
     all_gather_rows,
     all_reduce_sum,
@@ -20,6 +20,7 @@ from core.parallel.collectives import (
     reduce_scatter_rows,
 )
 from core.parallel.groups import Group, one_rank
+from core.parallel.meter import Meter
 from tests.ranks import Ranks
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
@@ -240,23 +241,23 @@ def test_a_rank_without_rows_takes_part_and_gets_a_gradient_of_its_shape(ranks: 
     assert ranks.run(_rows_on_one_rank_only, 2, timeout_seconds=10) == [[4, 3], [0, 3]]
 
 
-def _metered(rank: int, world: int) -> dict[str, dict[str, int]]:
-    group = _world_group(rank, world)
+def _metered(rank: int, world: int) -> dict[str, dict[tuple[str, str], int]]:
     told = {}
     for name in ("all_to_all", "all_gather", "all_gather_rows", "reduce_scatter", "all_reduce"):
         meter = Meter()
+        group = replace(_world_group(rank, world), axis="dp", meter=meter)
         x = torch.ones(6, 5, dtype=torch.bfloat16, requires_grad=True)
         if name == "all_to_all":
-            all_to_all(x, [1, 2, 3], [1 + 0 * rank + rank] * 3, group, meter=meter).sum().backward()
+            all_to_all(x, [1, 2, 3], [1 + 0 * rank + rank] * 3, group).sum().backward()
         elif name == "all_gather":
-            all_gather(x, group, meter=meter).sum().backward()
+            all_gather(x, group).sum().backward()
         elif name == "all_gather_rows":
             rows = x[: rank + 1]
-            all_gather_rows(rows, [1, 2, 3], group, meter=meter).sum().backward()
+            all_gather_rows(rows, [1, 2, 3], group).sum().backward()
         elif name == "reduce_scatter":
-            reduce_scatter(x, group, meter=meter).sum().backward()
+            reduce_scatter(x, group).sum().backward()
         else:
-            all_reduce_sum(x, group, meter=meter)
+            all_reduce_sum(x, group)
         told[name] = dict(meter.sent_bytes)
     return told
 
@@ -265,23 +266,25 @@ def test_a_meter_counts_what_leaves_this_rank_forward_and_backward(ranks: Ranks)
     row = 5 * 2
     for rank, told in enumerate(ranks.run(_metered, 3)):
         mine = rank + 1
-        assert told["all_to_all"] == {"all_to_all": (6 - mine) * row + 2 * mine * row}
-        assert told["all_gather"] == {"all_gather": 2 * 6 * row, "reduce_scatter": 2 * 6 * row}
-        assert told["all_gather_rows"] == {"all_gather": 2 * mine * row, "reduce_scatter": (6 - mine) * row}
-        assert told["reduce_scatter"] == {"reduce_scatter": 4 * row, "all_gather": 2 * 2 * row}
-        assert told["all_reduce"] == {"all_reduce": 2 * 2 * 6 * row // 3}
+        gather, scatter = ("dp", "all_gather"), ("dp", "reduce_scatter")
+        assert told["all_to_all"] == {("dp", "all_to_all"): (6 - mine) * row + 2 * mine * row}
+        assert told["all_gather"] == {gather: 2 * 6 * row, scatter: 2 * 6 * row}
+        assert told["all_gather_rows"] == {gather: 2 * mine * row, scatter: (6 - mine) * row}
+        assert told["reduce_scatter"] == {scatter: 4 * row, gather: 2 * 2 * row}
+        assert told["all_reduce"] == {("dp", "all_reduce"): 2 * 2 * 6 * row // 3}
 
 
 def test_a_group_of_one_rank_needs_no_torch_distributed_and_counts_nothing() -> None:
     assert not dist.is_initialized()
-    alone, meter = one_rank().ep, Meter()
+    meter = Meter()
+    alone = one_rank(meter).ep
     x = torch.ones(3, 2, requires_grad=True)
-    assert all_gather(x, alone, meter=meter) is x
-    assert all_gather_rows(x, [3], alone, meter=meter) is x
-    assert reduce_scatter(x, alone, meter=meter) is x
-    assert reduce_scatter_rows(x, [3], alone, meter=meter) is x
-    assert all_to_all(x, [3], [3], alone, meter=meter) is x
-    total = all_reduce_sum(x, alone, meter=meter)
+    assert all_gather(x, alone) is x
+    assert all_gather_rows(x, [3], alone) is x
+    assert reduce_scatter(x, alone) is x
+    assert reduce_scatter_rows(x, [3], alone) is x
+    assert all_to_all(x, [3], [3], alone) is x
+    total = all_reduce_sum(x, alone)
     assert torch.equal(total, x) and not total.requires_grad and total.data_ptr() != x.data_ptr()
     assert not meter.sent_bytes
 

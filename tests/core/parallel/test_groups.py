@@ -14,12 +14,20 @@ from core.parallel.groups import Group, Groups, groups_for, make_groups, one_ran
 from core.parallel.mesh import fold
 from tests.ranks import Ranks
 
-NAMES = ("tp", "cp", "dp", "pp", "etp", "ep", "edp", "replicas", "tokens", "world")
+NAMES = ("tp", "cp", "dp", "pp", "etp", "ep", "edp", "replicas", "tokens", "world", "sequence", "experts")
 
 
 def _by_name(groups: Groups) -> dict[str, Group]:
     listed = (groups.tp, groups.cp, groups.dp, groups.pp, groups.etp, groups.ep, groups.edp)
-    return dict(zip(NAMES, (*listed, groups.replicas, groups.tokens, groups.world), strict=True))
+    wider = (groups.replicas, groups.tokens, groups.world, groups.sequence, groups.experts)
+    return dict(zip(NAMES, (*listed, *wider), strict=True))
+
+
+def _copies(rank: int, world: int, parallel: ParallelConfig, stages: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """The ranks of the groups that no single set of axes names."""
+    groups = groups_for(parallel, embedding_stages=stages)
+    told = {"heads": groups.heads.ranks, "ring": groups.ring.ranks, "embedding": groups.embedding.ranks}
+    return told | {f"adjacent {n}": group.ranks for n, group in groups.adjacent.items()}
 
 
 def _reduce_over_each(rank: int, world: int, parallel: ParallelConfig) -> dict[str, tuple[tuple[int, ...], int, int]]:
@@ -68,11 +76,31 @@ def test_a_collective_over_each_group_reaches_exactly_its_ranks(
 ) -> None:
     mesh = fold(parallel, world)
     axes = {"replicas": ("cp", "dp"), "tokens": ("tp", "cp", "dp"), "world": ("tp", "cp", "dp", "pp")}
+    axes |= {"sequence": ("tp", "cp"), "experts": ("etp", "ep")}
     for rank, told in enumerate(ranks.run(_reduce_over_each, world, parallel)):
         for name in NAMES:
-            folding = mesh.expert if name in ("etp", "ep", "edp") else mesh.dense
+            folding = mesh.expert if name in ("etp", "ep", "edp", "experts") else mesh.dense
             expected = folding.members(rank, axes.get(name, (name,)))
             assert told[name] == (expected, expected.index(rank), sum(10**r for r in expected)), name
+
+
+def test_neighbours_along_tp_and_cp_form_groups_of_their_own(ranks: Ranks) -> None:
+    told = ranks.run(_copies, 4, ParallelConfig(tp=4), (0,))
+    assert [t["adjacent 2"] for t in told] == [(0, 1), (0, 1), (2, 3), (2, 3)]
+    assert [t["adjacent 1"] for t in told] == [(0,), (1,), (2,), (3,)]
+    assert [t["adjacent 4"] for t in told] == [(0, 1, 2, 3)] * 4
+    told = ranks.run(_copies, 4, ParallelConfig(cp=4, cp_alltoall=2), (0,))
+    assert [t["heads"] for t in told] == [(0, 1), (0, 1), (2, 3), (2, 3)]
+    assert [t["ring"] for t in told] == [(0, 2), (1, 3), (0, 2), (1, 3)]
+
+
+def test_the_embedding_is_shared_by_the_stages_that_hold_it_at_one_place_along_tp(ranks: Ranks) -> None:
+    told = ranks.run(_copies, 4, ParallelConfig(pp=4), (0, 3))
+    assert [t["embedding"] for t in told] == [(0, 3), (1,), (2,), (0, 3)]
+    told = ranks.run(_copies, 4, ParallelConfig(tp=2, pp=2), (0, 1))
+    assert [t["embedding"] for t in told] == [(0, 2), (1, 3), (0, 2), (1, 3)]
+    told = ranks.run(_copies, 4, ParallelConfig(pp=2), (1,))
+    assert [t["embedding"] for t in told] == [(0,), (1,), (2, 3), (2, 3)]
 
 
 def test_groups_of_equal_ranks_share_one_process_group(ranks: Ranks) -> None:
@@ -87,7 +115,7 @@ def test_a_collective_that_a_rank_never_joins_raises_after_the_timeout(ranks: Ra
 
 def test_one_rank_without_torch_distributed_has_groups_without_handles() -> None:
     assert not dist.is_initialized()
-    for group in _by_name(groups_for(ParallelConfig())).values():
-        assert group == Group(ranks=(0,), position=0, handle=None)
+    for name, group in _by_name(groups_for(ParallelConfig())).items():
+        assert group == Group(ranks=(0,), position=0, handle=None, axis=name)
         assert group.size == 1
     assert groups_for(ParallelConfig()) == one_rank()

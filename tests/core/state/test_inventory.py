@@ -81,7 +81,7 @@ def test_a_tensor_of_another_shape_than_declared_is_our_mistake() -> None:
 
 
 def test_pieces_share_their_data_with_the_model_and_say_which_copy_they_are() -> None:
-    groups = replace(one_rank(), replicas=group(3, 4), edp=group(1, 2))
+    groups = replace(one_rank(), adjacent={1: group(3, 4)}, edp=group(1, 2))
     model = Tree(Leaf(), Leaf(2, 3, kind="expert"))
     initialise(model, 1)
     pieces = inventory(model, groups)
@@ -91,7 +91,7 @@ def test_pieces_share_their_data_with_the_model_and_say_which_copy_they_are() ->
     assert not expert.data.requires_grad
     expert.data.fill_(7.0)
     assert weight(model, 1).tolist() == [[7.0] * 3] * 4
-    assert replicas(declared(model)["layers.1.bias"].spec, groups) is groups.replicas
+    assert replicas(declared(model)["layers.1.bias"].spec, groups) is groups.adjacent[1]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 12])

@@ -1,7 +1,10 @@
-"""Output head and cross-entropy in one, in pieces of tokens: the logits of all tokens never exist at once."""
+"""Output head and cross-entropy in one, in pieces of tokens: the logits of all tokens never exist at once, and where tp cuts the
+vocabulary those of the whole vocabulary never exist on one rank."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,67 +13,130 @@ from torch import Tensor
 
 from core.config.run import IGNORE
 from core.kernels.backend import product_dtype, wide_dtype
+from core.kernels.embedding import refuse_outside
+from core.parallel.collectives import all_reduce_max, all_reduce_sum
+from core.parallel.groups import Group
+from core.state.box import ends
 
 # Logits that exist at a time: enough tokens for fast products, little beside the model.
 _CHUNK_BYTES = 64 << 20
 
 
-def head_cross_entropy(hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor) -> Tensor:
+@dataclass(frozen=True, kw_only=True)
+class VocabularyCut:
+    """How the ranks of tp share a head: each holds a stretch of the vocabulary and counts the loss of a stretch of the tokens.
+
+    vocab: rows of the whole [vocab, hidden] matrix. rows: tokens whose loss each rank counts, in the order of the ranks.
+    """
+
+    tp: Group
+    vocab: int
+    rows: tuple[int, ...]
+
+    @property
+    def held(self) -> range:
+        """The vocabulary that this rank holds: `stretch((vocab, hidden), 0, position, size)`."""
+        bounds = ends(self.vocab, self.tp.size)
+        return range(bounds[self.tp.position], bounds[self.tp.position + 1])
+
+    def chunks(self, element_bytes: int) -> Iterator[tuple[slice, slice]]:
+        """Tokens that are taken at a time, and which of those are counted here.
+
+        As many chunks on every rank, since all meet in each: the largest stretch of the vocabulary decides, not this rank's.
+        """
+        widest = max(1, -(-self.vocab // self.tp.size))
+        step = max(64, _CHUNK_BYTES // (widest * element_bytes))
+        first = sum(self.rows[: self.tp.position])
+        last = first + self.rows[self.tp.position]
+        for start in range(0, sum(self.rows), step):
+            yield slice(start, start + step), slice(max(0, first - start), max(0, last - start))
+
+
+def head_cross_entropy(
+    hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor, *, cut: VocabularyCut | None = None
+) -> Tensor:
     """Sum over tokens of -log softmax(hidden @ weight.T)[label], float32 scalar; label -100 counts nothing.
 
-    Forward computes the gradients as well, for an outer gradient of 1, since they need the same logits.
+    With a cut: hidden and labels of all tokens, equal on all ranks of tp, and the rows `cut.held` of the weight; the sum is over
+    this rank's own `cut.rows`, so that the shares of all ranks add up to the whole. Every rank of tp calls it with as many
+    tokens: per chunk of them two all-reduces over tp, of one and of two numbers per token.
+    Forward computes the gradients as well, since they need the same logits, for an outer gradient of 1: those of the sum of all
+    ranks' shares, which all ranks have to scale alike. The weight's is complete; hidden's is the part that comes through
+    this rank's vocabulary, and the sum over tp of those parts is the gradient.
+    Raises ValueError where the shapes are not what the cut says; a label outside the vocabulary is a RuntimeError.
     """
+    if cut is None:
+        alone = Group(ranks=(0,), position=0, handle=None)
+        cut = VocabularyCut(tp=alone, vocab=weight_VH.shape[0], rows=(hidden_TH.shape[0],))
+    _check(hidden_TH, weight_VH, labels_T, cut)
+    refuse_outside(torch.where(labels_T != IGNORE, labels_T, 0), cut.vocab)
     if not torch.is_grad_enabled():
-        return _over_chunks(hidden_TH, weight_VH, labels_T, None)
-    return _HeadCrossEntropy.apply(hidden_TH, weight_VH, labels_T)
+        return _over_chunks(hidden_TH, weight_VH, labels_T, cut, None)
+    return _HeadCrossEntropy.apply(hidden_TH, weight_VH, labels_T, cut)
 
 
 def head_cross_entropy_reference(hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor) -> Tensor:
-    """The definition of `head_cross_entropy`."""
+    """The definition of `head_cross_entropy` without a cut, and of the sum of all ranks' shares with one."""
     logits = F.linear(hidden_TH, weight_VH)
     wide = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
     return F.cross_entropy(wide, labels_T, ignore_index=IGNORE, reduction="sum")
 
 
+def _check(hidden: Tensor, weight: Tensor, labels: Tensor, cut: VocabularyCut) -> None:
+    """ValueError where an operand is not placed as `cut` says: a whole matrix under a cut would count its vocabulary twice."""
+    held, tokens = cut.held, sum(cut.rows)
+    if weight.shape[0] != len(held):
+        raise ValueError(
+            f"a head of {weight.shape[0]} rows is not the stretch [{held.start}, {held.stop}) of a vocabulary of {cut.vocab} "
+            f"that rank {cut.tp.position} of {cut.tp.size} holds"
+        )
+    if len(cut.rows) != cut.tp.size or min(cut.rows) < 0:
+        raise ValueError(f"rows={cut.rows} must be {cut.tp.size} counts, one per rank of tp")
+    if hidden.shape[0] != tokens or labels.shape[0] != tokens:
+        raise ValueError(
+            f"rows={cut.rows} are {tokens} tokens, but hidden has {hidden.shape[0]} and labels {labels.shape[0]}"
+        )
+
+
 class _HeadCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, cut: VocabularyCut) -> Tensor:
         wide = wide_dtype(hidden.dtype)
         grads = (hidden.new_empty(hidden.shape), weight.new_zeros(weight.shape, dtype=wide))
-        loss = _over_chunks(hidden, weight, labels, grads)
+        loss = _over_chunks(hidden, weight, labels, cut, grads)
         ctx.save_for_backward(*grads)
         ctx.weight_dtype = weight.dtype
         return loss
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         grad_hidden, grad_weight = ctx.saved_tensors
         scale = grads[0]
         # Rounding the factor itself to bfloat16 would scale the whole model's gradient by up to 0.2 percent.
-        return (grad_hidden * scale[None]).to(grad_hidden.dtype), (grad_weight * scale).to(ctx.weight_dtype), None
+        of_hidden = (grad_hidden * scale[None]).to(grad_hidden.dtype)
+        return of_hidden, (grad_weight * scale).to(ctx.weight_dtype), None, None
 
 
-def _over_chunks(hidden: Tensor, weight: Tensor, labels: Tensor, grads: tuple[Tensor, Tensor] | None) -> Tensor:
+def _over_chunks(
+    hidden: Tensor, weight: Tensor, labels: Tensor, cut: VocabularyCut, grads: tuple[Tensor, Tensor] | None
+) -> Tensor:
     """The summed loss; where `grads` is given, the gradients of hidden are written to it and those of the weight added."""
     wide, product = wide_dtype(hidden.dtype), product_dtype(hidden.dtype, hidden.device)
     loss = hidden.new_zeros((), dtype=wide)
-    matrix = weight.to(product)
-    chunk = max(64, _CHUNK_BYTES // (weight.shape[0] * loss.element_size()))
-    for start in range(0, hidden.shape[0], chunk):
-        piece = slice(start, start + chunk)
+    matrix, held = weight.to(product), cut.held
+    for piece, counted in cut.chunks(loss.element_size()):
         rows, target = hidden[piece].to(product), labels[piece]
         valid = target != IGNORE
-        index = torch.where(valid, target, 0)[:, None]
+        here = valid & (target >= held.start) & (target < held.stop)
+        index = torch.where(here, target - held.start, 0)[:, None]
         logits = (rows @ matrix.T).to(hidden.dtype).to(wide)
-        largest = logits.amax(-1, keepdim=True)
-        of_label = logits.gather(1, index) - largest
-        exponentials = logits.sub_(largest).exp_()
-        total = exponentials.sum(-1, keepdim=True)
-        loss += ((total.log() - of_label)[:, 0] * valid).sum()
+        exponentials, total, of_label = _normalised(logits, index, here[:, None], cut.tp)
+        loss += ((total.log() - of_label)[:, 0] * valid)[counted].sum()
         if grads is None:
             continue
         probability = exponentials.mul_(valid[:, None] / total)
-        probability.scatter_add_(1, index, -valid[:, None].to(wide))
+        if held:
+            probability.scatter_add_(1, index, -here[:, None].to(wide))
         grad = probability.to(product)
         grads[0][piece] = grad @ matrix
         if grads[1].dtype == product:
@@ -78,3 +144,19 @@ def _over_chunks(hidden: Tensor, weight: Tensor, labels: Tensor, grads: tuple[Te
         else:
             grads[1].add_(grad.T @ rows)
     return loss
+
+
+def _normalised(logits: Tensor, index: Tensor, here: Tensor, tp: Group) -> tuple[Tensor, Tensor, Tensor]:
+    """exp(logits - largest) of my vocabulary [C, V], in place, and of the whole one its sum [C, 1] and the label's logit - largest.
+
+    index, here: [C, 1], the column of each label, and whether it is among mine. A rank without vocabulary only takes part.
+    """
+    if logits.shape[1]:
+        largest = all_reduce_max(logits.amax(-1, keepdim=True), tp)
+        of_label = torch.where(here, logits.gather(1, index) - largest, 0)
+    else:
+        largest = all_reduce_max(logits.new_full(here.shape, -torch.inf), tp)
+        of_label = torch.zeros_like(largest)
+    exponentials = logits.sub_(largest).exp_()
+    both = all_reduce_sum(torch.cat([exponentials.sum(-1, keepdim=True), of_label], dim=-1), tp)
+    return exponentials, both[:, :1], both[:, 1:]

@@ -9,11 +9,32 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def embedding(tokens_T: Tensor, table_VH: Tensor) -> Tensor:
-    """table[tokens]: [T, H] in the table's dtype. The gradient of a row is the sum over its tokens, rounded once."""
-    if table_VH.device.type == "cpu" and table_VH.dtype in (torch.float16, torch.bfloat16):
-        return _Lookup.apply(tokens_T, table_VH)
-    return F.embedding(tokens_T, table_VH)
+def embedding(tokens_T: Tensor, table_VH: Tensor, *, first: int = 0, vocab: int | None = None) -> Tensor:
+    """table[tokens]: [T, H] in the table's dtype. The gradient of a row is the sum over its tokens, rounded once.
+
+    first, vocab: the table is the rows from `first` on of a whole one of `vocab` rows; tokens of other rows give zeros, and
+    no gradient to any row. None: it is whole. A token outside the whole table is an IndexError or RuntimeError.
+    """
+    if vocab is None or vocab == table_VH.shape[0]:
+        return _lookup(tokens_T, table_VH)
+    refuse_outside(tokens_T, vocab)
+    elsewhere = (tokens_T < first) | (tokens_T >= first + table_VH.shape[0])
+    # A stretch of no rows still has to answer with a tensor that leads to the table: every rank takes part in backward.
+    table = table_VH if table_VH.shape[0] else F.pad(table_VH, (0, 0, 0, 1))
+    # The row that stands in for those elsewhere gets, through masked_fill, exact zeros from them.
+    return _lookup((tokens_T - first).masked_fill(elsewhere, 0), table).masked_fill(elsewhere[:, None], 0)
+
+
+def refuse_outside(index_T: Tensor, size: int) -> None:
+    """RuntimeError (on a GPU its asynchronous kind) if an index is not in [0, size): no piece of a cut matrix would notice."""
+    # One element seen `size` times: gather tests the bounds, and the host does not wait for a GPU.
+    index_T.new_zeros(1).expand(size).gather(0, index_T)
+
+
+def _lookup(tokens: Tensor, table: Tensor) -> Tensor:
+    if table.device.type == "cpu" and table.dtype in (torch.float16, torch.bfloat16):
+        return _Lookup.apply(tokens, table)
+    return F.embedding(tokens, table)
 
 
 class _Lookup(torch.autograd.Function):

@@ -92,12 +92,12 @@ def all_to_all(x: Tensor, send_rows: Sequence[int], receive_rows: Sequence[int],
 
 def all_reduce_sum(x: Tensor, group: Group) -> Tensor:
     """A new tensor with the sum of `x` over the ranks, the same on each; without gradient (for counts and norms)."""
-    total = x.detach().clone(memory_format=torch.contiguous_format)
-    if group.handle is None:
-        return total
-    group.count("all_reduce", 2 * (group.size - 1) * total.nbytes // group.size)
-    dist.all_reduce(total, group=group.handle)
-    return total
+    return _all_reduce(x, group, dist.ReduceOp.SUM)
+
+
+def all_reduce_max(x: Tensor, group: Group) -> Tensor:
+    """A new tensor with the largest of each element of `x` over the ranks, the same on each; without gradient."""
+    return _all_reduce(x, group, dist.ReduceOp.MAX)
 
 
 class _Gather(torch.autograd.Function):
@@ -134,6 +134,15 @@ class _AllToAll(torch.autograd.Function):
         return back, None, None, None
 
 
+def _all_reduce(x: Tensor, group: Group, operation: dist.ReduceOp.RedOpType) -> Tensor:
+    total = x.detach().clone(memory_format=torch.contiguous_format)
+    if group.handle is None:
+        return total
+    group.count("all_reduce", 2 * (group.size - 1) * total.nbytes // group.size)
+    group.wait(dist.all_reduce(total, op=operation, group=group.handle, async_op=True))
+    return total
+
+
 def _gather(x: Tensor, counts: Rows, group: Group) -> Tensor:
     """Every rank's rows, in the order of the ranks."""
     if (
@@ -143,7 +152,7 @@ def _gather(x: Tensor, counts: Rows, group: Group) -> Tensor:
     group.count("all_gather", (group.size - 1) * x.nbytes)
     out = x.new_empty((sum(counts), *x.shape[1:]))
     if out.numel():  # empty here means empty on every rank
-        dist.all_gather_into_tensor(out, x.contiguous(), group=group.handle)
+        group.wait(dist.all_gather_into_tensor(out, x.contiguous(), group=group.handle, async_op=True))
     return out
 
 
@@ -166,7 +175,8 @@ def _exchange(x: Tensor, send_rows: Rows, receive_rows: Rows, group: Group, name
     out = x.new_empty((sum(receive_rows), *x.shape[1:]))
     row_bytes = x[:1].nbytes if x.shape[0] else 0
     group.count(name, row_bytes * (sum(send_rows) - send_rows[group.position]))
-    dist.all_to_all_single(out, x.contiguous(), list(receive_rows), list(send_rows), group=group.handle)
+    rows = list(receive_rows), list(send_rows)
+    group.wait(dist.all_to_all_single(out, x.contiguous(), *rows, group=group.handle, async_op=True))
     return out
 
 

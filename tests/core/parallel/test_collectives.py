@@ -14,6 +14,7 @@ from torch import Tensor
 from core.parallel.collectives import (
     all_gather,
     all_gather_rows,
+    all_reduce_max,
     all_reduce_sum,
     all_to_all,
     reduce_scatter,
@@ -206,6 +207,23 @@ def test_a_reduced_sum_is_a_new_tensor_equal_on_all_ranks(ranks: Ranks, world: i
     for rank, (x, total) in enumerate(ranks.run(_reduce_on, world, dtype)):
         _same(x, inputs[rank], dtype)
         _same(total, np.sum(inputs, axis=0), dtype)
+
+
+def _largest_on(rank: int, world: int, dtype: torch.dtype, meter: Meter) -> tuple[Tensor, Tensor, Meter]:
+    x = _integers(rank, 5, dtype)[:, ::2]
+    return x, all_reduce_max(x, replace(_world_group(rank, world), axis="tp", meter=meter)), meter
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.int64])
+@pytest.mark.parametrize("world", [1, 3])
+def test_a_reduced_maximum_is_elementwise_a_new_tensor_and_counted(
+    ranks: Ranks, world: int, dtype: torch.dtype
+) -> None:
+    inputs = _numpy([_integers(rank, 5, dtype)[:, ::2] for rank in range(world)])
+    for rank, (x, largest, meter) in enumerate(ranks.run(_largest_on, world, dtype, Meter())):
+        _same(x, inputs[rank], dtype)
+        _same(largest, np.max(inputs, axis=0), dtype)
+        assert meter.by_axis() == ({"tp": 2 * 2 * x.numel() * dtype.itemsize // 3} if world > 1 else {})
 
 
 def _in_pairs(rank: int, world: int) -> tuple[Tensor, Tensor]:

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckpt.huggingface import save_pretrained
-from core.attention.packing import packing_of
 from core.config.architecture import (
     GQA,
     MLA,
@@ -48,7 +47,6 @@ from core.kernels.backend import matmul_backend
 from core.optim.chained import ChainedOptimizer
 from core.parallel.groups import one_rank
 from core.state.inventory import initialise
-from core.training.batch import TokenBatch
 from core.training.step import train_step
 from core.transformer.stage import Stage, build_model
 
@@ -189,7 +187,7 @@ def our_step(model: Stage) -> Step:
     cuts = torch.arange(0, TOKENS + 1, SEQUENCE)
     labels = text[1:].clone()
     labels[SEQUENCE - 1 :: SEQUENCE] = IGNORE  # as in the peer, nothing is predicted across sequences
-    batch = TokenBatch(tokens=text[:-1], labels=labels, packing=packing_of(cuts, TOKENS, torch.device("cpu")))
+    batch = model.batch(text[:-1], labels, cuts)
     return lambda: train_step(model, optimizer, [batch], rate=RATE, groups=groups).loss
 
 

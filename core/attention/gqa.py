@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from core.attention.context import context_attention
 from core.attention.packing import Packing
 from core.attention.rope import Rotation, rotate_halves, softmax_scale
-from core.attention.softmax import causal_attention
 from core.config.architecture import GQA, ModelConfig
 from core.layers.linear import Linear
 from core.layers.norm import RMSNorm
@@ -14,29 +14,36 @@ from core.layers.place import Place
 
 
 class GroupedQueryAttention(nn.Module):
-    """heads query heads share kv_heads key/value heads."""
+    """heads query heads share kv_heads key/value heads.
+
+    tp cuts between heads. Where it has more ranks than there are key/value heads, neighbours hold the same one: each gets a part of
+    its gradient, from its own query heads.
+    """
 
     def __init__(self, config: GQA, model: ModelConfig, *, place: Place) -> None:
         super().__init__()
+        self.place = place
         self.head_dim = config.head_dim
         self.scale = softmax_scale(config.head_dim, model.rope)
-        width, kv_width = config.heads * config.head_dim, config.kv_heads * config.head_dim
 
-        def linear(rows: int, columns: int) -> Linear:
-            return Linear(columns, rows, init_std=model.init_std, place=place)
+        def heads(number: int) -> Linear:
+            rows = number * config.head_dim
+            return Linear(model.hidden, rows, init_std=model.init_std, place=place, heads=number)
 
-        self.query = linear(width, model.hidden)
-        self.key = linear(kv_width, model.hidden)
-        self.value = linear(kv_width, model.hidden)
-        self.output = linear(model.hidden, width)
+        width = config.heads * config.head_dim
+        self.query, self.key, self.value = heads(config.heads), heads(config.kv_heads), heads(config.kv_heads)
+        self.output = Linear(width, model.hidden, init_std=model.init_std, place=place, cut="columns")
         norm = config.head_norm
         self.query_norm = RMSNorm(norm, config.head_dim, place=place) if norm else None
         self.key_norm = RMSNorm(norm, config.head_dim, place=place) if norm else None
 
     def forward(self, x_TH: Tensor, packing: Packing, turn: Rotation) -> Tensor:
-        """[T, hidden] to [T, hidden]."""
-        q, k, v = (layer(x_TH).unflatten(-1, (-1, self.head_dim)) for layer in (self.query, self.key, self.value))
+        """[my tokens, hidden] to the same. An all-gather and a reduce-scatter over tp, and what the context needs over cp."""
+        everyone = self.place.gather_sequence(x_TH, packing.rows)
+        q, k, v = (layer(everyone).unflatten(-1, (-1, self.head_dim)) for layer in (self.query, self.key, self.value))
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
-        out = causal_attention(rotate_halves(q, turn), rotate_halves(k, turn), v, packing, self.scale)
-        return self.output(out.flatten(1))
+        groups = self.place.groups
+        q, k = rotate_halves(q, turn), rotate_halves(k, turn)
+        out = context_attention(q, k, v, packing, self.scale, ring=groups.ring, heads=groups.heads)
+        return self.place.scatter_sequence(self.output(out.flatten(1)), packing.rows)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from core.attention.context import context_attention
 from core.attention.packing import Packing
 from core.attention.rope import Rotation, rotate_neighbours, softmax_scale
-from core.attention.softmax import causal_attention
 from core.config.architecture import MLA, ModelConfig
 from core.layers.linear import Linear
 from core.layers.norm import RMSNorm
@@ -15,46 +15,62 @@ from core.layers.place import Place
 
 
 class MultiHeadLatentAttention(nn.Module):
-    """Heads of nope_dim + rope_dim (values: value_dim); the rotated part of the key is shared by all heads."""
+    """Heads of nope_dim + rope_dim (values: value_dim); the rotated part of the key is shared by all heads.
+
+    tp cuts the up-projections and the output between heads. The down-projections are whole on every rank, which applies them to its
+    own tokens only; what is gathered over tp are the latents, several times narrower than the hidden states.
+    """
 
     def __init__(self, config: MLA, model: ModelConfig, *, place: Place) -> None:
         super().__init__()
         self.config = config
+        self.place = place
         head_dim = config.nope_dim + config.rope_dim
         self.scale = softmax_scale(head_dim, model.rope)
 
-        def linear(rows: int, columns: int) -> Linear:
-            return Linear(columns, rows, init_std=model.init_std, place=place)
+        def linear(columns: int, rows: int, heads: int | None = None) -> Linear:
+            return Linear(columns, rows, init_std=model.init_std, place=place, heads=heads)
 
         def norm(size: int) -> RMSNorm:
             return RMSNorm(config.latent_norm, size, place=place)
 
         if config.query_rank is None:
-            self.query = linear(config.heads * head_dim, model.hidden)
+            self.query = linear(model.hidden, config.heads * head_dim, config.heads)
         else:
-            self.query_down = linear(config.query_rank, model.hidden)
+            self.query_down = linear(model.hidden, config.query_rank)
             self.query_norm = norm(config.query_rank)
-            self.query_up = linear(config.heads * head_dim, config.query_rank)
-        self.latent_down = linear(config.latent_rank + config.rope_dim, model.hidden)
+            self.query_up = linear(config.query_rank, config.heads * head_dim, config.heads)
+        self.latent_down = linear(model.hidden, config.latent_rank + config.rope_dim)
         self.latent_norm = norm(config.latent_rank)
-        self.latent_up = linear(config.heads * (config.nope_dim + config.value_dim), config.latent_rank)
-        self.output = linear(model.hidden, config.heads * config.value_dim)
+        width = config.nope_dim + config.value_dim
+        self.latent_up = linear(config.latent_rank, config.heads * width, config.heads)
+        self.output = Linear(
+            config.heads * config.value_dim, model.hidden, init_std=model.init_std, place=place, cut="columns"
+        )
 
     def forward(self, x_TH: Tensor, packing: Packing, turn: Rotation) -> Tensor:
-        """[T, hidden] to [T, hidden]."""
-        c = self.config
-        q = self._queries(x_TH).unflatten(-1, (c.heads, -1))
+        """[my tokens, hidden] to the same. An all-gather and a reduce-scatter over tp, and what the context needs over cp."""
+        c, groups = self.config, self.place.groups
+        queries, latent, k_rope = self._gather_latents(x_TH, packing.rows)
+        up = self.query if c.query_rank is None else self.query_up
+        q = up(queries).unflatten(-1, (-1, c.nope_dim + c.rope_dim))
         q_nope, q_rope = q.split([c.nope_dim, c.rope_dim], dim=-1)
-        latent, k_rope = self.latent_down(x_TH).split([c.latent_rank, c.rope_dim], dim=-1)
-        kv = self.latent_up(self.latent_norm(latent)).unflatten(-1, (c.heads, -1))
+        kv = self.latent_up(latent).unflatten(-1, (-1, c.nope_dim + c.value_dim))
         k_nope, v = kv.split([c.nope_dim, c.value_dim], dim=-1)
-        shared_key = rotate_neighbours(k_rope[:, None, :], turn).expand(-1, c.heads, -1)
+        shared_key = rotate_neighbours(k_rope[:, None, :], turn).expand(-1, kv.shape[1], -1)
         q = torch.cat([q_nope, rotate_neighbours(q_rope, turn)], dim=-1)
         k = torch.cat([k_nope, shared_key], dim=-1)
-        return self.output(causal_attention(q, k, v, packing, self.scale).flatten(1))
+        out = context_attention(q, k, v, packing, self.scale, ring=groups.ring, heads=groups.heads)
+        return self.place.scatter_sequence(self.output(out.flatten(1)), packing.rows)
 
-    def _queries(self, x_TH: Tensor) -> Tensor:
-        """All heads' queries: [T, heads * (nope_dim + rope_dim)]."""
-        if self.config.query_rank is None:
-            return self.query(x_TH)
-        return self.query_up(self.query_norm(self.query_down(x_TH)))
+    def _gather_latents(self, x_TH: Tensor, rows: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+        """Of all tokens of the context rank: what the queries rise from, the normed latent, and the key's part to be rotated."""
+        c = self.config
+        queries = x_TH if c.query_rank is None else self.query_norm(self.query_down(x_TH))
+        latent, k_rope = self.latent_down(x_TH).split([c.latent_rank, c.rope_dim], dim=-1)
+        mine = [queries, self.latent_norm(latent), k_rope]
+        if self.place.groups.tp.size == 1:
+            return mine[0], mine[1], mine[2]
+        everyone = self.place.gather_sequence(torch.cat(mine, dim=-1), rows)
+        queries, latent, k_rope = everyone.split([part.shape[-1] for part in mine], dim=-1)
+        return queries, latent, k_rope

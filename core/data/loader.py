@@ -19,8 +19,8 @@ GOLDEN = 0x9E3779B97F4A7C15
 class Loader:
     """Batches of one split for one of `replicas` data-parallel replicas.
 
-    A global batch is `global_batch` windows in one fixed order; replica r has the r-th equal stretch of it, in microbatches of
-    `microbatch` windows. Raises ConfigError if that does not divide, DataError if the split has no whole window.
+    A global batch is `global_batch` windows in one fixed order, dealt out in microbatches of `microbatch` windows to one replica
+    after the other: the replicas' microbatches of one number are neighbours, whatever their size. Raises ConfigError if that does not divide, DataError if the split has no whole window.
     """
 
     split: TokenSplit
@@ -54,7 +54,7 @@ class Loader:
 
     def batches(self, step: int) -> tuple[Microbatch, ...]:
         """This replica's microbatches of `step`, counted from 0: global_batch / replicas / microbatch of them."""
-        mine = self.windows(step).reshape(self.replicas, -1, self.microbatch)[self.replica]
+        mine = self.windows(step).reshape(-1, self.replicas, self.microbatch)[:, self.replica]
         return tuple(pack(self.split, windows, self.sequence_tokens) for windows in mine)
 
     def valid_tokens(self, step: int) -> int:
@@ -75,8 +75,9 @@ class Loader:
         windows = self.validation_windows(count)
         per_round = self.replicas * self.microbatch
         padded = np.resize(windows, -(-len(windows) // per_round) * per_round)
-        real = (np.arange(len(padded)) < len(windows)).reshape(self.replicas, -1, self.microbatch)[self.replica]
-        mine = padded.reshape(self.replicas, -1, self.microbatch)[self.replica]
+        shape = (-1, self.replicas, self.microbatch)
+        real = (np.arange(len(padded)) < len(windows)).reshape(shape)[:, self.replica]
+        mine = padded.reshape(shape)[:, self.replica]
         packed = (pack(self.split, rows, self.sequence_tokens) for rows in mine)
         return tuple(_keep(microbatch, rows) for microbatch, rows in zip(packed, real, strict=True))
 

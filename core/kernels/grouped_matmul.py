@@ -13,21 +13,30 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core.kernels.backend import experts_backend, product_dtype, wide_dtype
+from core.kernels.deferred import Deferred
 from core.kernels.swiglu import swiglu, swiglu_backward, swiglu_forward
 
 
-def expert_mlp(rows_RH: Tensor, weight_R: Tensor, gate_up: Tensor, down: Tensor, counts: Sequence[int]) -> Tensor:
+def expert_mlp(
+    rows_RH: Tensor,
+    weight_R: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    counts: Sequence[int],
+    later: Deferred | None = None,
+) -> Tensor:
     """Every row through its expert's SwiGLU MLP, times the row's router weight: [R, H].
 
     rows_RH: [R, H] sorted by expert. weight_R: [R] float32, applied between activation and second product, so that no
     expert output must be kept for its gradient. gate_up: [e, 2, F, H]; down: [e, H, F]; counts: rows of each of the e experts.
+    later: where the gradients of gate_up and down, which are parameters then, may be put off.
     Raises ValueError where the counts do not add up to R.
     """
     if sum(counts) != rows_RH.shape[0]:
         raise ValueError(f"{sum(counts)} rows are counted for the experts, but there are {rows_RH.shape[0]}")
-    if experts_backend(rows_RH.dtype, rows_RH.device, *down.shape[1:]) == "grouped_mm":
+    if later is None and experts_backend(rows_RH.dtype, rows_RH.device, *down.shape[1:]) == "grouped_mm":
         return expert_mlp_grouped_mm(rows_RH, weight_R, gate_up, down, counts)
-    return _FusedLoop.apply(rows_RH, weight_R, gate_up, down, tuple(counts))
+    return _FusedLoop.apply(rows_RH, weight_R, gate_up, down, tuple(counts), later)
 
 
 def expert_mlp_loop(rows_RH: Tensor, weight_R: Tensor, gate_up: Tensor, down: Tensor, counts: Sequence[int]) -> Tensor:
@@ -58,7 +67,13 @@ class _FusedLoop(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight_R: Tensor, gate_up: Tensor, down: Tensor, counts: tuple[int, ...]
+        ctx: Any,
+        rows: Tensor,
+        weight_R: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        counts: tuple[int, ...],
+        later: Deferred | None,
     ) -> Tensor:
         work, wide = product_dtype(rows.dtype, rows.device), wide_dtype(rows.dtype)
         hidden = rows.new_empty(rows.shape[0], 2 * down.shape[2])
@@ -72,31 +87,46 @@ class _FusedLoop(torch.autograd.Function):
             gate, up = product.chunk(2, dim=1)
             _product(swiglu_forward(gate, up, weight.to(product.dtype)).to(work), second.to(work).T, y)
         ctx.save_for_backward(rows, weight_R, gate_up, down, hidden)
-        ctx.counts = counts
+        # The parameters themselves, not what autograd saves of them: a gradient that comes later is added to them by hand.
+        ctx.counts, ctx.later, ctx.parameters = counts, later, None if later is None else (gate_up, down)
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight_R, gate_up, down, hidden = ctx.saved_tensors
+        put_off = ctx.later is not None and ctx.later.collecting
         grad_rows, grad_weight = torch.empty_like(rows), torch.empty_like(weight_R)
-        # Contiguous whatever the weight is: an expert's piece must flatten to a view, or what is written to it is lost.
-        grad_gate_up = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
-        grad_down = torch.empty_like(down)
+        of_weights = [] if put_off else [_empty(gate_up), _empty(down)]
+        kept: list[_Kept] = []
         of_rows = (grads[0], rows, weight_R, hidden, grad_rows, grad_weight)
-        of_experts = (gate_up.flatten(1, 2), down, grad_gate_up.flatten(1, 2), grad_down)
-        for grad, x, weight, kept, *outs, first, second, grad_first, grad_second in zip(
-            *(tensor.split(ctx.counts) for tensor in of_rows), *of_experts, strict=True
+        of_experts = (gate_up.flatten(1, 2), down)
+        for e, (grad, x, weight, product, *outs, first, second) in enumerate(
+            zip(*(tensor.split(ctx.counts) for tensor in of_rows), *of_experts, strict=True)
         ):
-            if x.shape[0]:
-                _expert_backward((grad, x, weight, first, second, kept), (*outs, grad_first, grad_second))
+            left = _of_inputs((grad, x, weight, first, second, product), outs) if x.shape[0] else None
+            if put_off:
+                kept.append(left)
             else:
-                grad_first.zero_()
-                grad_second.zero_()
-        return grad_rows, grad_weight, grad_gate_up, grad_down, None
+                _of_weights(left, of_weights[0][e].flatten(0, 1), of_weights[1][e])
+        if not put_off:
+            return grad_rows, grad_weight, *of_weights, None, None
+        for parameter, which in zip(ctx.parameters, (0, 1), strict=True):
+            ctx.later.put(parameter, lambda p=parameter, w=which: _put_off(p, kept, w))
+        return grad_rows, grad_weight, None, None, None, None
 
 
-def _expert_backward(saved: tuple[Tensor, ...], out: tuple[Tensor, ...]) -> None:
-    """One expert's gradients, written to `out` (rows, weights, gate_up [2F, H], down [H, F])."""
+# What one expert's weight gradients need, in the products' dtype: the output's gradient and the activation, the first product's
+# gradient and the rows. None without rows.
+_Kept = tuple[Tensor, Tensor, Tensor, Tensor] | None
+
+
+def _empty(weight: Tensor) -> Tensor:
+    """Contiguous whatever the weight is: an expert's piece must flatten to a view, or what is written to it is lost."""
+    return torch.empty_like(weight, memory_format=torch.contiguous_format)
+
+
+def _of_inputs(saved: tuple[Tensor, ...], out: list[Tensor]) -> _Kept:
+    """One expert's gradients of its rows and of their weights, written to `out`."""
     work, wide = product_dtype(saved[0].dtype, saved[0].device), wide_dtype(saved[0].dtype)
     grad, rows, gate_up, down = (saved[i].to(work) for i in (0, 1, 3, 4))
     hidden = saved[5].to(wide)
@@ -108,9 +138,31 @@ def _expert_backward(saved: tuple[Tensor, ...], out: tuple[Tensor, ...]) -> None
     )
     assert grad_weight is not None, "a weight was given"
     out[1].copy_(grad_weight)
-    _product(grad.T, act.to(work), out[3])
-    _product(grad_hidden.to(work), gate_up, out[0])
-    _product(grad_hidden.to(work).T, rows, out[2])
+    of_product = grad_hidden.to(work)
+    _product(of_product, gate_up, out[0])
+    return grad, act.to(work), of_product, rows
+
+
+def _of_weights(kept: _Kept, gate_up: Tensor | None, down: Tensor | None) -> None:
+    """One expert's weight gradients, written to gate_up [2F, H] and down [H, F] where given; zero without rows."""
+    if kept is None:
+        for out in (gate_up, down):
+            if out is not None:
+                out.zero_()
+        return
+    grad, act, of_product, rows = kept
+    if down is not None:
+        _product(grad.T, act, down)
+    if gate_up is not None:
+        _product(of_product.T, rows, gate_up)
+
+
+def _put_off(parameter: Tensor, kept: list[_Kept], which: int) -> Tensor:
+    """The gradient of gate_up (which=0) or of down (which=1) of all experts, from what the backward kept."""
+    total = _empty(parameter)
+    for out, of_expert in zip(total, kept, strict=True):
+        _of_weights(of_expert, None if which else out.flatten(0, 1), out if which else None)
+    return total
 
 
 def _product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:

@@ -2,27 +2,64 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from torch import Tensor, nn
 
 from core.layers.place import Place
-from core.precision.matmul import linear
-from core.state.box import whole
+from core.parallel.groups import Group
+from core.state.box import Box, part, stretch, whole
 from core.state.spec import Normal, TensorSpec
+
+# Which dimension of a weight [out_features, in_features] tp cuts.
+Cut = Literal["none", "rows", "columns"]
 
 
 class Linear(nn.Module):
-    """x @ weight.T without a bias; weight [out_features, in_features], the same on every rank."""
+    """x @ weight.T without a bias; weight [out_features, in_features], whole on every rank of tp or cut.
 
-    def __init__(self, in_features: int, out_features: int, *, init_std: float, place: Place) -> None:
+    Cut by rows, all tokens of the context rank go in and this rank's features come out; cut by columns, features go in and a
+    part of the sum comes out. heads: rows form so many heads, which stay whole; where tp has more ranks than heads, neighbours
+    hold the same one.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        init_std: float,
+        place: Place,
+        cut: Cut = "none",
+        heads: int | None = None,
+    ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(place.empty(out_features, in_features))
-        self.init_std = init_std
+        shape, tp = (out_features, in_features), place.groups.tp
+        box, adjacent = _rows_of_heads(shape, heads, tp) if heads is not None else _cut(shape, cut, tp)
+        self.place = place
+        self.weight = nn.Parameter(place.empty(*box.shape))
+        self.declared = TensorSpec(shape=shape, box=box, replicas="dense", init=Normal(std=init_std), adjacent=adjacent)
 
     def specs(self) -> dict[str, TensorSpec]:
         """The weight's declaration."""
-        shape = tuple(self.weight.shape)
-        return {"weight": TensorSpec(shape=shape, box=whole(shape), replicas="dense", init=Normal(std=self.init_std))}
+        return {"weight": self.declared}
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, in_features] to [T, out_features]."""
-        return linear(x, self.weight)
+        """[T, in_features] to [T, out_features], of a cut weight this rank's share of either."""
+        return self.place.product(x, self.weight)
+
+
+def _cut(shape: tuple[int, ...], cut: Cut, tp: Group) -> tuple[Box, int]:
+    """This rank's box, and how many neighbours hold the same."""
+    match cut:
+        case "none":
+            return whole(shape), tp.size
+        case "rows":
+            return stretch(shape, 0, tp.position, tp.size), 1
+        case "columns":
+            return stretch(shape, 1, tp.position, tp.size), 1
+
+
+def _rows_of_heads(shape: tuple[int, ...], heads: int, tp: Group) -> tuple[Box, int]:
+    adjacent = max(1, tp.size // heads)
+    return part(shape, 0, tp.position // adjacent, tp.size // adjacent), adjacent

@@ -6,26 +6,30 @@ from torch import Tensor, nn
 
 from core.kernels.swiglu import swiglu
 from core.layers.place import Place
-from core.precision.matmul import linear
-from core.state.box import whole
+from core.state.box import stretch
 from core.state.spec import Normal, TensorSpec
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate x) * up x): gate_up [2, ffn, hidden] with the gate first, down [hidden, ffn]."""
+    """down(silu(gate x) * up x): gate_up [2, ffn, hidden] with the gate first, down [hidden, ffn]; tp cuts ffn."""
 
     def __init__(self, hidden: int, ffn: int, *, init_std: float, place: Place) -> None:
         super().__init__()
-        self.gate_up = nn.Parameter(place.empty(2, ffn, hidden))
-        self.down = nn.Parameter(place.empty(hidden, ffn))
-        self.init_std = init_std
+        self.place = place
+        tp, init = place.groups.tp, Normal(std=init_std)
+        shapes = {"gate_up": (2, ffn, hidden), "down": (hidden, ffn)}
+        self.declared = {
+            name: TensorSpec(shape=s, box=stretch(s, 1, tp.position, tp.size), replicas="dense", init=init)
+            for name, s in shapes.items()
+        }
+        self.gate_up, self.down = (nn.Parameter(place.empty(*spec.box.shape)) for spec in self.declared.values())
 
     def specs(self) -> dict[str, TensorSpec]:
         """The declarations of both weights."""
-        init = Normal(std=self.init_std)
-        shapes = {"gate_up": tuple(self.gate_up.shape), "down": tuple(self.down.shape)}
-        return {n: TensorSpec(shape=s, box=whole(s), replicas="dense", init=init) for n, s in shapes.items()}
+        return self.declared
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[T, hidden] to [T, hidden]."""
-        return linear(swiglu(linear(x, self.gate_up.flatten(0, 1))), self.down)
+    def forward(self, x_TH: Tensor, rows: tuple[int, ...]) -> Tensor:
+        """[rows[mine], hidden] to the same; rows: tokens of each rank of tp. An all-gather and a reduce-scatter over tp."""
+        everyone = self.place.gather_sequence(x_TH, rows)
+        act = swiglu(self.place.product(everyone, self.gate_up))
+        return self.place.scatter_sequence(self.place.product(act, self.down), rows)

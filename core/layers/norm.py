@@ -21,12 +21,17 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(place.empty(size))
         self.eps = config.eps
+        # Whole on every rank of tp, each of which applies it to other tokens, or to other heads.
+        self.adjacent = place.groups.tp.size
 
     def specs(self) -> dict[str, TensorSpec]:
         """The gain's declaration: starts at 1, without weight decay."""
         shape = tuple(self.weight.shape)
         ones = Constant(value=1.0)
-        return {"weight": TensorSpec(shape=shape, box=whole(shape), replicas="dense", init=ones, decay=False)}
+        spec = TensorSpec(
+            shape=shape, box=whole(shape), replicas="dense", init=ones, adjacent=self.adjacent, decay=False
+        )
+        return {"weight": spec}
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] to [..., size] in x's dtype."""

@@ -5,20 +5,42 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor, nn
 
 from core.config.mapping import ParallelConfig
+from core.kernels.deferred import Deferred
+from core.parallel.collectives import all_gather_rows, reduce_scatter_rows
 from core.parallel.groups import Groups
+from core.precision.matmul import deferring_linear, linear
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """This rank's groups, the mapping they follow, the dtype of parameters and the device that holds them."""
+    """This rank's groups, the mapping they follow, the dtype of parameters and the device that holds them.
+
+    later: where products put off their weight gradients, under a schedule that computes them apart.
+    """
 
     groups: Groups
     parallel: ParallelConfig
     dtype: torch.dtype
     device: torch.device
+    later: Deferred | None = None
 
-    def empty(self, *shape: int) -> torch.Tensor:
+    def empty(self, *shape: int) -> Tensor:
         """An uninitialised tensor of this place."""
         return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def product(self, x_TK: Tensor, weight: nn.Parameter) -> Tensor:
+        """x times the rows of a parameter of [N, K] or [2, N / 2, K]: [T, N]."""
+        if self.later is not None:
+            return deferring_linear(x_TK, weight, self.later)
+        return linear(x_TK, weight if weight.dim() == 2 else weight.flatten(0, 1))
+
+    def gather_sequence(self, x_TH: Tensor, rows: tuple[int, ...]) -> Tensor:
+        """What all ranks of tp hold between the layers, rows[p] tokens of rank p: [sum(rows), H]. One all-gather."""
+        return all_gather_rows(x_TH, rows, self.groups.tp)
+
+    def scatter_sequence(self, partial_TH: Tensor, rows: tuple[int, ...]) -> Tensor:
+        """My tokens of the sum over tp of every rank's part: [rows[mine], H]. One reduce-scatter."""
+        return reduce_scatter_rows(partial_TH, rows, self.groups.tp)

@@ -30,15 +30,18 @@ class Load:
 class BalanceScope:
     """What the balance of one layer in one microbatch is measured over.
 
-    lengths: tokens of each sequence, in order. valid_T: bool, False for padding (None: no padding). global_tokens: tokens of
-    the global batch without padding. seen: load of the whole world in the earlier microbatches of this global batch, where
-    the model balances over the global batch and there was one. tokens: the ranks that share the tokens of the batch.
+    sequence_T: int64, the sequence of the microbatch that each of my tokens belongs to; sequences: how many there are.
+    valid_T: bool, False for padding (None: no padding). global_tokens: tokens of the global batch without padding. seen: load of
+    the whole world in the earlier microbatches of this global batch, where the model balances over the global batch and there
+    was one. sequence: the ranks that share the tokens of the microbatch; tokens: those that share the global batch.
     """
 
-    lengths: tuple[int, ...]
+    sequence_T: Tensor
+    sequences: int
     valid_T: Tensor | None
     global_tokens: int
     seen: Load | None
+    sequence: Group
     tokens: Group
 
 
@@ -54,7 +57,10 @@ class BalanceLosses:
 
 
 def balance_losses(logits_TE: Tensor, router: Router, top_k: int, scope: BalanceScope) -> BalanceLosses:
-    """Every loss that `router` declares, on the float32 logits [T, E] of one layer. Communicates only for `global_batch`."""
+    """Every loss that `router` declares, on the float32 logits [T, E] of one layer.
+
+    Communicates counts only: [E] or [sequences, E] over the ranks of the microbatch, and for `global_batch` [E] over the stage.
+    """
     by_name: dict[str, Tensor] = {}
     load = None
     aux = [balance for balance in router.balance if isinstance(balance, AuxLoss)]
@@ -68,10 +74,21 @@ def balance_losses(logits_TE: Tensor, router: Router, top_k: int, scope: Balance
                 load = _global_load(chosen_TE, scope)
                 value = _against_load(scores_TE, load, top_k, scope)
             else:
-                lengths = scope.lengths if balance.scope == "sequence" else (logits_TE.shape[0],)
-                value = _per_piece(scores_TE, chosen_TE, lengths, top_k, scope)
+                pieces = scope.sequences if balance.scope == "sequence" else 1
+                value = _per_piece(scores_TE, chosen_TE, pieces, top_k, scope)
             by_name[f"aux_{balance.scope}"] = balance.coefficient * value
     return BalanceLosses(by_name=by_name, load=load)
+
+
+def loss_names(router: Router) -> list[str]:
+    """Under which names `balance_losses` gives the losses that `router` declares."""
+    found = []
+    for balance in router.balance:
+        if isinstance(balance, ZLoss):
+            found.append("z")
+        elif isinstance(balance, AuxLoss):
+            found.append(f"aux_{balance.scope}")
+    return found
 
 
 def moved_bias(bias_E: Tensor, counts_E: Tensor, rate: float) -> Tensor:
@@ -104,23 +121,21 @@ def _z_loss(logits_TE: Tensor, scope: BalanceScope) -> Tensor:
     return squares.sum() / max(1, scope.global_tokens)
 
 
-def _per_piece(
-    scores_TE: Tensor, chosen_TE: Tensor, lengths: tuple[int, ...], top_k: int, scope: BalanceScope
-) -> Tensor:
-    """Sum over pieces of (tokens of the piece / tokens of the global batch) * E * sum_i f_i P_i.
+def _per_piece(scores_TE: Tensor, chosen_TE: Tensor, pieces: int, top_k: int, scope: BalanceScope) -> Tensor:
+    """My tokens' share of the sum over pieces of (tokens of the piece / tokens of the global batch) * E * sum_i f_i P_i.
 
-    f_i = counts / (K * tokens) and P_i = mean score, both over the piece; weighting by tokens makes the sum over all pieces a
-    mean over tokens, so that it does not depend on which microbatch or rank a piece lies in.
+    A piece is a sequence, or the whole microbatch. f_i = counts / (K * tokens) and P_i = mean score, both over the piece, whose
+    tokens lie on several ranks: counts are summed over them, scores need not be, for the loss is linear in them. Weighting by
+    tokens makes the sum over all pieces a mean over tokens, so that it does not depend on where a piece lies.
     """
     experts = scores_TE.shape[1]
-    count, longest = len(lengths), max(lengths, default=0)
-    if count * longest == scores_TE.shape[0]:
-        shape = (count, longest, experts)
-        counts_SE, sums_SE = chosen_TE.view(shape).sum(1), scores_TE.view(shape).sum(1)
+    if pieces == 1:
+        counts_SE, sums_SE = chosen_TE.sum(0, keepdim=True), scores_TE.sum(0, keepdim=True)
     else:
-        sequence = torch.repeat_interleave(torch.tensor(lengths, device=scores_TE.device))
-        zeros = scores_TE.new_zeros(count, experts)
-        counts_SE, sums_SE = zeros.index_add(0, sequence, chosen_TE), zeros.index_add(0, sequence, scores_TE)
+        zeros = scores_TE.new_zeros(pieces, experts)
+        counts_SE = zeros.index_add(0, scope.sequence_T, chosen_TE)
+        sums_SE = zeros.index_add(0, scope.sequence_T, scores_TE)
+    counts_SE = all_reduce_sum(counts_SE, scope.sequence)
     tokens_S = counts_SE.sum(1).clamp(min=1.0) / top_k
     return ((counts_SE * sums_SE).sum(1) / tokens_S).sum() * (experts / (top_k * max(1, scope.global_tokens)))
 

@@ -16,7 +16,7 @@ from core.moe.router import Router, Routing
 
 
 class MoELayer(nn.Module):
-    """[T, hidden] to [T, hidden] and the routing, which carries losses and loads."""
+    """[T, hidden] to [T, hidden] and the routing, which carries losses and loads; T are the tokens of this rank alone."""
 
     def __init__(self, config: MoE, hidden: int, init_std: float, place: Place) -> None:
         super().__init__()
@@ -27,9 +27,14 @@ class MoELayer(nn.Module):
         self.dispatcher = make_dispatcher(config.experts, place)
 
     def forward(
-        self, hidden_TH: Tensor, scope: BalanceScope | None = None, valid_T: Tensor | None = None
+        self,
+        hidden_TH: Tensor,
+        rows_of_tp: tuple[int, ...],
+        scope: BalanceScope | None = None,
+        valid_T: Tensor | None = None,
     ) -> tuple[Tensor, Routing]:
-        """`scope` is given in training; valid_T: bool, False for padding, which reaches no expert."""
+        """rows_of_tp: tokens of each rank of tp, of which hidden holds mine. `scope` is given in training; valid_T: bool, False for
+        padding, which reaches no expert."""
         routing = self.router(hidden_TH, scope, valid_T)
         rows, plan = self.dispatcher.dispatch_preprocess(hidden_TH, routing)
         rows = self.dispatcher.dispatch(rows, plan)
@@ -38,7 +43,7 @@ class MoELayer(nn.Module):
         out = self.dispatcher.combine(out, plan)
         out = self.dispatcher.combine_postprocess(out, plan)
         if self.shared is not None:
-            out = out + self.shared(hidden_TH)
+            out = out + self.shared(hidden_TH, rows_of_tp)
         return out, routing
 
 
@@ -46,6 +51,6 @@ def make_dispatcher(experts: int, place: Place) -> Dispatcher:
     """The dispatcher that the mapping names."""
     match place.parallel.dispatcher:
         case "allgather":
-            return AllGatherDispatcher(experts, place.groups.ep)
+            return AllGatherDispatcher(experts, place.groups)
         case "alltoall":
-            return AllToAllDispatcher(experts, place.groups.ep)
+            return AllToAllDispatcher(experts, place.groups)

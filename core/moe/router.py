@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +40,8 @@ class Router(nn.Module):
         super().__init__()
         self.config = config
         self.init_std = init_std
+        # Whole on every rank of tp, each of which routes other tokens.
+        self.adjacent = place.groups.tp.size
         self.weight = nn.Parameter(place.empty(config.experts, hidden))
         biased = any(isinstance(balance, ExpertBias) for balance in config.router.balance)
         bias = torch.zeros(config.experts, dtype=torch.float32, device=place.device) if biased else None
@@ -48,12 +50,13 @@ class Router(nn.Module):
     def specs(self) -> dict[str, TensorSpec]:
         """The declarations of the weight and, where there is one, of the bias."""
         shape = tuple(self.weight.shape)
-        found = {"weight": TensorSpec(shape=shape, box=whole(shape), replicas="dense", init=Normal(std=self.init_std))}
+        spec = TensorSpec(
+            shape=shape, box=whole(shape), replicas="dense", init=Normal(std=self.init_std), adjacent=self.adjacent
+        )
+        found = {"weight": spec}
         if self.bias is not None:
-            zero, size = Constant(value=0.0), tuple(self.bias.shape)
-            found["bias"] = TensorSpec(
-                shape=size, box=whole(size), replicas="dense", init=zero, decay=False, trained=False
-            )
+            size, zero = tuple(self.bias.shape), Constant(value=0.0)
+            found["bias"] = replace(spec, shape=size, box=whole(size), init=zero, decay=False, trained=False)
         return found
 
     def forward(self, hidden_TH: Tensor, scope: BalanceScope | None, valid_T: Tensor | None = None) -> Routing:

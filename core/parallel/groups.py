@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from core.config.mapping import ParallelConfig
+from core.parallel.baton import Baton
 from core.parallel.mesh import Folding, Mesh, fold
 from core.parallel.meter import Meter
 
@@ -16,11 +17,16 @@ from core.parallel.meter import Meter
 TIMEOUT = timedelta(minutes=5)
 
 
+# What travels along pp ("activation" or "gradient"), and whether to a later rank.
+Pipe = tuple[str, bool]
+PIPES: tuple[Pipe, ...] = tuple((kind, up) for kind in ("activation", "gradient") for up in (True, False))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Group:
     """The ranks that communicate over one axis, and my position among them. `handle` is None in a group of one.
 
-    axis: under which name `meter` counts what is sent.
+    axis: under which name `meter` counts what is sent. baton: who runs while a collective is under way.
     """
 
     ranks: tuple[int, ...]
@@ -28,6 +34,7 @@ class Group:
     handle: dist.ProcessGroup | None
     axis: str = ""
     meter: Meter | None = field(default=None, compare=False)
+    baton: Baton | None = field(default=None, compare=False)
 
     @property
     def size(self) -> int:
@@ -39,6 +46,13 @@ class Group:
         if self.meter is not None:
             self.meter.add(self.axis, collective, sent_bytes)
 
+    def wait(self, work: dist.Work | None) -> None:
+        """Wait for a collective that was started; whoever shares the baton runs meanwhile."""
+        if self.baton is not None:
+            self.baton.give_way()
+        if work is not None:
+            work.wait()
+
 
 @dataclass(frozen=True, kw_only=True)
 class Groups:
@@ -49,7 +63,8 @@ class Groups:
     over which the tokens of a global batch are spread. experts: etp * ep, the ranks that together hold every expert once.
     replicas: cp * dp, the ranks that hold equal copies of what tp cuts. adjacent: by every divisor n of tp, n neighbours along
     tp times cp * dp. edp: the ranks that hold copies of the same experts. embedding: tp's cut of the embedding on all pipeline
-    ranks that hold it, times cp * dp; this rank alone where it holds none.
+    ranks that hold it, times cp * dp; this rank alone where it holds none. pipes: pp once for each kind of message and
+    direction, so that messages on one of them arrive in the order in which they were sent, whatever the backend.
     """
 
     tp: Group
@@ -68,6 +83,7 @@ class Groups:
     embedding: Group
     world: Group
     adjacent: Mapping[int, Group]
+    pipes: Mapping[Pipe, Group]
 
 
 _DENSE = {"tp": ("tp",), "cp": ("cp",), "dp": ("dp",), "pp": ("pp",), "replicas": ("cp", "dp")}
@@ -80,7 +96,7 @@ def one_rank(meter: Meter | None = None) -> Groups:
     """The groups of a world of one rank: nothing communicates."""
     names = (*_DENSE, *_EXPERT, *_CONTEXT, "embedding")
     alone = {name: Group(ranks=(0,), position=0, handle=None, axis=name, meter=meter) for name in names}
-    return Groups(**alone, adjacent={1: alone["replicas"]})
+    return Groups(**alone, adjacent={1: alone["replicas"]}, pipes=dict.fromkeys(PIPES, alone["pp"]))
 
 
 def make_groups(
@@ -91,13 +107,14 @@ def make_groups(
     embedding_stages: tuple[int, ...] = (0,),
     timeout: timedelta = TIMEOUT,
     meter: Meter | None = None,
+    baton: Baton | None = None,
 ) -> Groups:
     """The groups of `rank`. Every rank of the world must call it, in the same order: making a group is collective.
 
     heads: size of the groups that exchange heads inside cp. embedding_stages: pipeline ranks that hold the embedding.
-    timeout: how long a collective waits for the other ranks before it raises.
+    timeout: how long a collective waits for the other ranks before it raises. meter, baton: what the groups are given.
     """
-    maker = _Maker(rank=rank, timeout=timeout, meter=meter)
+    maker = _Maker(rank=rank, timeout=timeout, meter=meter, baton=baton)
     mine: dict[str, Group] = {}
     foldings = ((mesh.dense, _DENSE), (mesh.expert, _EXPERT), (mesh.dense.split("cp", heads), _CONTEXT))
     for folding, names in foldings:
@@ -109,7 +126,8 @@ def make_groups(
     for n in (n for n in range(1, tp + 1) if tp % n == 0):
         folding = mesh.dense.split("tp", n)
         adjacent[n] = maker.group("replicas", folding.groups(("tp.inner", "cp", "dp")))
-    return Groups(**mine, adjacent=adjacent)
+    pipes = {pipe: maker.group("pp", mesh.dense.groups(("pp",)), channel=pipe) for pipe in PIPES}
+    return Groups(**mine, adjacent=adjacent, pipes=pipes)
 
 
 def groups_for(
@@ -129,6 +147,7 @@ def groups_for(
         embedding_stages=embedding_stages,
         timeout=timeout,
         meter=meter,
+        baton=Baton() if parallel.schedule == "combined" else None,
     )
 
 
@@ -149,15 +168,23 @@ class _Maker:
     rank: int
     timeout: timedelta
     meter: Meter | None
-    made: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+    baton: Baton | None
+    made: dict[tuple[Pipe | None, tuple[int, ...]], dist.ProcessGroup] = field(default_factory=dict)
 
-    def group(self, name: str, members: Iterable[tuple[int, ...]]) -> Group:
-        """My one of the groups `members`, which are disjoint."""
+    def group(self, name: str, members: Iterable[tuple[int, ...]], channel: Pipe | None = None) -> Group:
+        """My one of the groups `members`, which are disjoint; channel: one that shares nothing with those of other channels."""
         found: Group | None = None
         for ranks in members:
-            if len(ranks) > 1 and ranks not in self.made:
-                self.made[ranks] = dist.new_group(list(ranks), timeout=self.timeout)
+            if len(ranks) > 1 and (channel, ranks) not in self.made:
+                self.made[channel, ranks] = dist.new_group(list(ranks), timeout=self.timeout)
             if self.rank in ranks:
-                found = Group(ranks=ranks, position=ranks.index(self.rank), handle=None, axis=name, meter=self.meter)
+                found = Group(
+                    ranks=ranks,
+                    position=ranks.index(self.rank),
+                    handle=self.made.get((channel, ranks)),
+                    axis=name,
+                    meter=self.meter,
+                    baton=self.baton,
+                )
         assert found is not None, f"rank {self.rank} is in no group for {name}"
-        return replace(found, handle=self.made.get(found.ranks))
+        return found

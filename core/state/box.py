@@ -52,10 +52,16 @@ def ends(size: int, count: int) -> tuple[int, ...]:
 
 def stretch(shape: tuple[int, ...], dimension: int, index: int, count: int) -> Box:
     """Piece `index` of `count` pieces of a tensor along `dimension`, as equal as can be; some are empty where count > size."""
-    bounds = ends(shape[dimension], count)
-    offset = tuple(bounds[index] if d == dimension else 0 for d in range(len(shape)))
-    size = bounds[index + 1] - bounds[index]
-    return Box(offset=offset, shape=tuple(size if d == dimension else s for d, s in enumerate(shape)))
+    return cut(whole(shape), dimension, index, count)
+
+
+def cut(box: Box, dimension: int, index: int, count: int) -> Box:
+    """Piece `index` of `count` pieces of a box along `dimension`, as equal as can be."""
+    low, high = ends(box.shape[dimension], count)[index : index + 2]
+    offset, shape = list(box.offset), list(box.shape)
+    offset[dimension] += low
+    shape[dimension] = high - low
+    return Box(offset=tuple(offset), shape=tuple(shape))
 
 
 def intersect(a: Box, b: Box) -> Box | None:
@@ -70,6 +76,39 @@ def intersect(a: Box, b: Box) -> Box | None:
 def shifted(box: Box, origin: tuple[int, ...]) -> Box:
     """The same box in the coordinates of a piece that starts at `origin`."""
     return Box(offset=tuple(o - z for o, z in zip(box.offset, origin, strict=True)), shape=box.shape)
+
+
+def flat_boxes(box: Box, start: int, stop: int) -> tuple[tuple[Box, int], ...]:
+    """The elements [start, stop) of the piece `box`, counted row by row from its first one, as few boxes.
+
+    Each comes with the number of its own first element, in ascending order, and is contiguous in the flat piece: the box `b` at
+    `n` is `flat[n : n + b.elements].view(b.shape)`. At most 2 * dimensions - 1 boxes; none where the range is empty. Raises
+    ValueError for a range that reaches outside the piece.
+    """
+    if not 0 <= start <= stop <= box.elements:
+        raise ValueError(f"elements {start} to {stop} of a piece that has {box.elements}")
+    if start == stop:
+        return ()
+    if stop - start == box.elements:
+        return ((box, 0),)
+    row = box.elements // box.shape[0]
+    first, last = -(-start // row), stop // row  # the rows in [first, last) are whole
+    if first > last:
+        return _in_row(box, last, start, stop, row)
+    middle = Box(offset=(box.offset[0] + first, *box.offset[1:]), shape=(last - first, *box.shape[1:]))
+    whole_rows = ((middle, first * row),) if first < last else ()
+    head, tail = _in_row(box, first - 1, start, first * row, row), _in_row(box, last, last * row, stop, row)
+    return (*head, *whole_rows, *tail)
+
+
+def _in_row(box: Box, index: int, start: int, stop: int, row: int) -> tuple[tuple[Box, int], ...]:
+    """`flat_boxes` of a range that lies in the row `index`."""
+    inner = Box(offset=box.offset[1:], shape=box.shape[1:])
+    at = box.offset[0] + index
+    return tuple(
+        (Box(offset=(at, *inside.offset), shape=(1, *inside.shape)), n + index * row)
+        for inside, n in flat_boxes(inner, start - index * row, stop - index * row)
+    )
 
 
 def tiling_fault(target: Box, boxes: Sequence[Box]) -> str | None:

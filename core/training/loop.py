@@ -11,14 +11,15 @@ import torch
 from core.config.flops import flops_per_token
 from core.config.run import RunConfig
 from core.data.loader import Loader
-from core.optim.chained import ChainedOptimizer
+from core.optim.protocol import Optimizer
 from core.optim.schedules import learning_rate
 from core.parallel.collectives import all_reduce_sum
 from core.parallel.groups import Groups
-from core.training.batch import TokenBatch, to_device
+from core.training.batch import to_device
 from core.training.evaluate import validation_loss
 from core.training.metrics import StepMetrics
 from core.training.step import StepResult, train_step
+from core.transformer.context import TokenBatch
 from core.transformer.stage import Stage
 
 
@@ -47,7 +48,7 @@ class Trainer:
         self,
         run: RunConfig,
         model: Stage,
-        optimizer: ChainedOptimizer,
+        optimizer: Optimizer,
         groups: Groups,
         *,
         train: Loader,
@@ -78,8 +79,7 @@ class Trainer:
 
     def validate(self) -> float:
         """The loss on the fixed validation windows, nats per token."""
-        device = self.model.place.device
-        batches = [to_device(b, device) for b in self.validation.validation(self.run.train.eval_sequences)]
+        batches = [to_device(b, self.model) for b in self.validation.validation(self.run.train.eval_sequences)]
         return validation_loss(self.model, batches, self.groups)
 
     def _step(self, before: Progress) -> StepMetrics:
@@ -101,7 +101,7 @@ class Trainer:
         return self._metrics(step, before.tokens, result, rate, seconds, phases, validation)
 
     def _read(self, step: int) -> list[TokenBatch]:
-        return [to_device(microbatch, self.model.place.device) for microbatch in self.train.batches(step)]
+        return [to_device(microbatch, self.model) for microbatch in self.train.batches(step)]
 
     def _metrics(
         self,

@@ -17,7 +17,7 @@ from core.transformer.context import Context
 
 
 class Block(nn.Module):
-    """[T, hidden] to [T, hidden]; `path` is its canonical name."""
+    """[T, hidden] to [T, hidden] of this rank's tokens; `path` is its canonical name."""
 
     def __init__(self, layer: Layer, model: ModelConfig, path: str, place: Place) -> None:
         super().__init__()
@@ -42,9 +42,9 @@ class Block(nn.Module):
         )
         normed = self.mlp_norm(hidden_TH)
         if isinstance(self.mlp, SwiGLU):
-            return hidden_TH + self.mlp(normed), None
+            return hidden_TH + self.mlp(normed, context.packing.rows), None
         scope = None
         if context.balance is not None:
             scope = context.balance.scope(self.path, context.packing, context.valid_T)
-        out, routing = self.mlp(normed, scope, context.valid_T)
+        out, routing = self.mlp(normed, context.packing.rows, scope, context.valid_T)
         return hidden_TH + out, routing

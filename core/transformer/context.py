@@ -1,4 +1,4 @@
-"""What a microbatch carries beside its tokens, and what comes out of a model beside its hidden states."""
+"""What a microbatch is to a model, and what it carries through the layers beside its hidden states."""
 
 from __future__ import annotations
 
@@ -10,8 +10,20 @@ from torch import Tensor
 from core.attention.packing import Packing
 from core.attention.rope import Rotation
 from core.moe.balance import BalanceScope, Load
-from core.moe.router import Routing
 from core.parallel.groups import Group
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenBatch:
+    """A whole microbatch, the same on all tp * cp * pp ranks that share it; `packing` says which of its tokens this rank holds.
+
+    tokens, labels: [T] int64, label -100 where nothing is predicted. valid: [T] bool, False for padding; None without any.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    packing: Packing
+    valid: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,37 +40,35 @@ class Totals:
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceInputs:
-    """What the balance losses of all layers need in training: totals, and loads of earlier microbatches by layer name."""
+    """What the balance losses of all layers need in training: totals, and loads of earlier microbatches by layer name.
+
+    sequence: the ranks that share a microbatch; tokens: those that share the global batch.
+    """
 
     totals: Totals
     seen: Mapping[str, Load]
+    sequence: Group
     tokens: Group
 
     def scope(self, layer: str, packing: Packing, valid_T: Tensor | None) -> BalanceScope:
         """The scope of one layer."""
         return BalanceScope(
-            lengths=packing.lengths,
+            sequence_T=packing.sequence_T[packing.mine],
+            sequences=len(packing.lengths),
             valid_T=valid_T,
             global_tokens=self.totals.tokens,
             seen=self.seen.get(layer),
+            sequence=self.sequence,
             tokens=self.tokens,
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """Packing, padding (valid_T: False), rotation angles by the number of dimensions that they turn, and in training what
-    balance losses are measured against."""
+    """Packing, which of my tokens are not padding (None: all), rotation angles by the number of dimensions that they turn, and in
+    training what balance losses are measured against."""
 
     packing: Packing
     valid_T: Tensor | None
     turns: Mapping[int, Rotation]
     balance: BalanceInputs | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageOutput:
-    """hidden [T, hidden] after the final norm, and the routing of every MoE layer by canonical layer name."""
-
-    hidden: Tensor
-    routings: dict[str, Routing]

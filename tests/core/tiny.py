@@ -33,12 +33,14 @@ from core.config.architecture import (
 from core.config.mapping import ParallelConfig
 from core.config.run import IGNORE, OptimizerConfig
 from core.optim.chained import ChainedOptimizer
+from core.parallel.groups import Groups as RankGroups
 from core.parallel.groups import groups_for
+from core.pipeline.layout import layout_of
 from core.state.box import Box, whole
 from core.state.inventory import initialise, inventory
-from core.training.batch import TokenBatch
 from core.training.step import StepResult, train_step
-from core.transformer.stage import build_model
+from core.transformer.context import BalanceInputs, TokenBatch, Totals
+from core.transformer.stage import PartOutput, Stage, build_model
 
 VOCAB = 31
 WINDOW = 13
@@ -89,31 +91,48 @@ def _model(layers: tuple[Layer, ...]) -> ModelConfig:
     )
 
 
-def batch_of(tokens: Sequence[int], labels: Sequence[int], lengths: Sequence[int]) -> TokenBatch:
-    """A packed batch from plain lists."""
+def batch_of(
+    tokens: Sequence[int], labels: Sequence[int], lengths: Sequence[int], groups: RankGroups | None = None
+) -> TokenBatch:
+    """A packed batch from plain lists, as a rank of `groups` sees it."""
     ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int64)
-    packing = packing_of(ends, len(tokens), torch.device("cpu"))
+    packing = packing_of(ends, len(tokens), torch.device("cpu"), groups)
     return TokenBatch(
         tokens=torch.tensor(tokens, dtype=torch.int64), labels=torch.tensor(labels, dtype=torch.int64), packing=packing
     )
 
 
-def empty_batch() -> TokenBatch:
+def empty_batch(groups: RankGroups | None = None) -> TokenBatch:
     """No token at all."""
-    none = torch.zeros(0, dtype=torch.int64)
-    return TokenBatch(tokens=none, labels=none, packing=packing_of(None, 0, torch.device("cpu")))
+    return batch_of([], [], [], groups)
 
 
-def microbatches(step: int, position: int = 0, replicas: int = 1, microbatch: int = 8) -> list[TokenBatch]:
+def losses_of(model: Stage, batch: TokenBatch, totals: Totals | None = None) -> PartOutput:
+    """All losses of a model that lies in one part, divided by the counts of this batch or by `totals`."""
+    groups = model.place.groups
+    totals = totals or model.totals_of(batch)
+    balance = BalanceInputs(totals=totals, seen={}, sequence=groups.sequence, tokens=groups.tokens)
+    return model.run(0, None, batch, purpose="training", balance=balance)
+
+
+def total_of(model: Stage, batch: TokenBatch, totals: Totals | None = None) -> Tensor:
+    """What of `losses_of` is differentiated."""
+    share = losses_of(model, batch, totals).share
+    assert share is not None
+    return share
+
+
+def microbatches(
+    step: int, position: int = 0, replicas: int = 1, microbatch: int = 8, groups: RankGroups | None = None
+) -> list[TokenBatch]:
     """The microbatches of `microbatch` windows that one replica has of the global batch of eight windows of a step."""
     generator = np.random.default_rng(1000 + step)
     windows = generator.integers(0, VOCAB, (len(DOCUMENTS), WINDOW + 1))
-    mine = len(DOCUMENTS) // replicas
-    rows = range(position * mine, (position + 1) * mine)
-    return [_pack(windows, rows[i : i + microbatch]) for i in range(0, mine, microbatch)]
+    starts = range(position * microbatch, len(DOCUMENTS), replicas * microbatch)
+    return [_pack(windows, range(i, i + microbatch), groups) for i in starts]
 
 
-def _pack(windows: np.ndarray, rows: Sequence[int]) -> TokenBatch:
+def _pack(windows: np.ndarray, rows: Sequence[int], groups: RankGroups | None) -> TokenBatch:
     """Labels are the next token of the same document; behind every second window's end it is known, as loaders may."""
     tokens, labels, lengths = [], [], []
     for row in rows:
@@ -124,7 +143,7 @@ def _pack(windows: np.ndarray, rows: Sequence[int]) -> TokenBatch:
             lengths.append(end - start)
         tokens += windows[row, :-1].tolist()
         labels += known
-    return batch_of(tokens, labels, lengths)
+    return batch_of(tokens, labels, lengths, groups)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,14 +167,16 @@ class Trained:
 
 def train(case: Case) -> Trained:
     """Train this rank's share of `case` in float64, in the initialised world or alone."""
-    groups = groups_for(case.parallel)
+    layout = layout_of(case.model, case.parallel)
+    groups = groups_for(case.parallel, embedding_stages=layout.embedding_stages(case.model.tied_embeddings))
     model = build_model(case.model, groups=groups, parallel=case.parallel, dtype=torch.float64)
     initialise(model, 7)
     optimizer = ChainedOptimizer(model, case.optimizer, groups)
     results = []
     for step in range(case.steps):
-        batches = microbatches(step, groups.dp.position, groups.dp.size, case.microbatch)
+        batches = microbatches(step, groups.dp.position, groups.dp.size, case.microbatch, groups)
         results.append(train_step(model, optimizer, batches, rate=case.optimizer.learning_rate, groups=groups))
+    optimizer.wait_all()
     pieces = [(p.name, p.shape, p.box, p.data) for p in inventory(model, groups).values()]
     return Trained(results=results, pieces=pieces)
 

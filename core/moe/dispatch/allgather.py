@@ -1,4 +1,5 @@
-"""The all-gather dispatcher: every rank of the expert group sees all its tokens and computes those of its own experts."""
+"""The all-gather dispatcher: each of the etp * ep ranks that together hold every expert sees all their tokens, and computes what
+its own experts, or its share of them, make of those."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from core.kernels.permute import RowMap, map_rows, permute, permute_weights, unp
 from core.moe.dispatch.protocol import ExpertRows, Rows
 from core.moe.router import Routing
 from core.parallel.collectives import all_gather_rows, reduce_scatter_rows
-from core.parallel.groups import Group
+from core.parallel.groups import Groups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,11 +27,12 @@ class AllGatherPlan:
 class AllGatherDispatcher:
     """Moves every token to every rank: little latency for few tokens or a small group, bytes that grow with the group."""
 
-    def __init__(self, experts: int, group: Group) -> None:
-        if experts % group.size:
-            raise ValueError(f"{experts} experts do not divide over {group.size} ranks")
-        self.local_experts = experts // group.size
-        self.group = group
+    def __init__(self, experts: int, groups: Groups) -> None:
+        if experts % groups.ep.size:
+            raise ValueError(f"{experts} experts do not divide over {groups.ep.size} ranks")
+        self.local_experts = experts // groups.ep.size
+        self.first_expert = groups.ep.position * self.local_experts
+        self.group = groups.experts
 
     def dispatch_preprocess(self, hidden_TH: Tensor, routing: Routing) -> tuple[Rows, AllGatherPlan]:
         """Two small all-gathers: how many tokens each rank has, and which experts they chose."""
@@ -49,7 +51,7 @@ class AllGatherDispatcher:
     def dispatch_postprocess(self, rows: Rows, plan: AllGatherPlan) -> tuple[ExpertRows, AllGatherPlan]:
         """Keep the rows of my own experts, sorted."""
         experts = plan.experts_TK
-        first = self.group.position * self.local_experts
+        first = self.first_expert
         local = torch.where((experts >= first) & (experts < first + self.local_experts), experts - first, -1)
         mine = map_rows(local, self.local_experts)
         weights = permute_weights(rows.weights, mine)

@@ -1,4 +1,8 @@
-"""The all-to-all dispatcher: every row travels to the rank of its expert and back, once per choice."""
+"""The all-to-all dispatcher: every row travels to the rank of its expert and back, once per choice.
+
+Where etp cuts the experts, the ranks that hold the parts of one expert have each received other rows: they gather each other's, and
+sum the parts of their outputs on the way back.
+"""
 
 from __future__ import annotations
 
@@ -10,58 +14,67 @@ from torch import Tensor
 from core.kernels.permute import RowMap, map_rows, permute, permute_weights, unpermute
 from core.moe.dispatch.protocol import ExpertRows, Rows
 from core.moe.router import Routing
-from core.parallel.collectives import all_to_all
-from core.parallel.groups import Group
+from core.parallel.collectives import all_gather, all_gather_rows, all_to_all, reduce_scatter_rows
+from core.parallel.groups import Groups
 
 
 @dataclass(frozen=True, kw_only=True)
 class AllToAllPlan:
-    """Rows sent to and received from each peer, the map of my tokens' rows, and rows received per (peer, local expert)."""
+    """Rows sent to and received from each peer of ep, the map of my tokens' rows, and what arrives in the end.
+
+    arrived: rows per (peer of etp, peer of ep, local expert), the order in which they lie. parts: of those, how many each peer
+    of etp brings.
+    """
 
     mine: RowMap
     send_rows: list[int]
     receive_rows: list[int]
-    received: list[list[int]]
+    arrived: list[list[int]]
+    parts: list[int]
     by_expert: RowMap | None = None
 
 
 class AllToAllDispatcher:
-    """Experts lie in order over `group`: rank p holds experts p * e … (p + 1) * e - 1."""
+    """Experts lie in order over ep: rank p holds experts p * e … (p + 1) * e - 1."""
 
-    def __init__(self, experts: int, group: Group) -> None:
-        if experts % group.size:
-            raise ValueError(f"{experts} experts do not divide over {group.size} ranks")
+    def __init__(self, experts: int, groups: Groups) -> None:
+        if experts % groups.ep.size:
+            raise ValueError(f"{experts} experts do not divide over {groups.ep.size} ranks")
         self.experts = experts
-        self.group = group
+        self.ep = groups.ep
+        self.etp = groups.etp
 
     def dispatch_preprocess(self, hidden_TH: Tensor, routing: Routing) -> tuple[Rows, AllToAllPlan]:
         """Sort my rows by expert; one all-to-all of 8 * E bytes tells every rank what it will receive."""
         mine = map_rows(routing.experts_TK, self.experts)
         rows = permute(hidden_TH, mine)
         weights = permute_weights(routing.weights_TK, mine)
-        peers = self.group.size
-        even = [self.experts // peers] * peers
-        received = all_to_all(mine.counts_E, even, even, self.group).view(peers, -1).tolist()
+        peers, even = self.ep.size, self.experts // self.ep.size
+        received = all_to_all(mine.counts_E, [even] * peers, [even] * peers, self.ep)
+        arrived = all_gather(received, self.etp).view(self.etp.size, peers, even).tolist()
         plan = AllToAllPlan(
             mine=mine,
             send_rows=mine.counts_E.view(peers, -1).sum(1).tolist(),
-            receive_rows=[sum(counts) for counts in received],
-            received=received,
+            receive_rows=[sum(counts) for counts in arrived[self.etp.position]],
+            arrived=[counts for of_peer in arrived for counts in of_peer],
+            parts=[sum(map(sum, of_peer)) for of_peer in arrived],
         )
         return Rows(hidden=rows, weights=weights), plan
 
     def dispatch(self, rows: Rows, plan: AllToAllPlan) -> Rows:
-        """Two all-to-alls: the rows, and their weights."""
-        hidden = all_to_all(rows.hidden, plan.send_rows, plan.receive_rows, self.group)
-        weights = all_to_all(rows.weights, plan.send_rows, plan.receive_rows, self.group)
-        return Rows(hidden=hidden, weights=weights)
+        """Two all-to-alls over ep, the rows and their weights, and as many all-gathers over etp."""
+
+        def send(x: Tensor) -> Tensor:
+            return all_gather_rows(all_to_all(x, plan.send_rows, plan.receive_rows, self.ep), plan.parts, self.etp)
+
+        return Rows(hidden=send(rows.hidden), weights=send(rows.weights))
 
     def dispatch_postprocess(self, rows: Rows, plan: AllToAllPlan) -> tuple[ExpertRows, AllToAllPlan]:
         """From (peer, expert) order, in which rows arrive, to (expert, peer) order."""
-        counts = tuple(sum(column) for column in zip(*plan.received, strict=True))
-        if self.group.size == 1:
+        counts = tuple(sum(column) for column in zip(*plan.arrived, strict=True))
+        if len(plan.arrived) == 1:
             return ExpertRows(hidden_RH=rows.hidden, weights_R=rows.weights, counts=counts), plan
-        by_expert = _pieces_by_expert(plan.received, rows.hidden.device)
+        by_expert = _pieces_by_expert(plan.arrived, rows.hidden.device)
         hidden, weights = permute(rows.hidden, by_expert), permute(rows.weights[:, None], by_expert)[:, 0]
         return ExpertRows(hidden_RH=hidden, weights_R=weights, counts=counts), replace(plan, by_expert=by_expert)
 
@@ -70,17 +83,18 @@ class AllToAllDispatcher:
         return rows_RH if plan.by_expert is None else unpermute(rows_RH, plan.by_expert)
 
     def combine(self, rows_RH: Tensor, plan: AllToAllPlan) -> Tensor:
-        """One all-to-all, the reverse of dispatch."""
-        return all_to_all(rows_RH, plan.receive_rows, plan.send_rows, self.group)
+        """The reverse of dispatch: a reduce-scatter over etp sums the parts, one all-to-all brings the rows home."""
+        whole = reduce_scatter_rows(rows_RH, plan.parts, self.etp)
+        return all_to_all(whole, plan.receive_rows, plan.send_rows, self.ep)
 
     def combine_postprocess(self, rows_RH: Tensor, plan: AllToAllPlan) -> Tensor:
         """Sum over each token's choices, in order of choice."""
         return unpermute(rows_RH, plan.mine)
 
 
-def _pieces_by_expert(received: list[list[int]], device: torch.device) -> RowMap:
+def _pieces_by_expert(arrived: list[list[int]], device: torch.device) -> RowMap:
     """The map that reorders pieces from (peer, expert) to (expert, peer), rows inside a piece staying in order."""
-    sizes = torch.tensor(received, dtype=torch.int64)
+    sizes = torch.tensor(arrived, dtype=torch.int64)
     starts = (sizes.flatten().cumsum(0) - sizes.flatten()).view_as(sizes)
     lengths = sizes.T.flatten()
     # Row numbers run on inside a piece; at each new piece they jump from where it lands to where it lay.

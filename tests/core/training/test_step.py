@@ -15,8 +15,7 @@ from core.optim.chained import ChainedOptimizer
 from core.parallel.groups import groups_for, one_rank
 from core.state.inventory import initialise, inventory
 from core.training.evaluate import generate, validation_loss
-from core.training.step import NotFiniteError, StepResult, global_totals, train_step
-from core.transformer.context import BalanceInputs
+from core.training.step import NotFiniteError, StepResult, train_step
 from core.transformer.stage import Stage, build_model
 from tests.core.tiny import (
     ATTENTION,
@@ -34,6 +33,7 @@ from tests.core.tiny import (
     microbatches,
     mixtral,
     qwen3,
+    total_of,
     train,
     train_all,
 )
@@ -154,9 +154,7 @@ def test_the_gradient_norm_counts_every_parameter_once_and_a_tied_embedding_too(
     reference, _ = fresh(replace(deepseek(), tied_embeddings=True))
     batch = microbatches(0)[0]
     found = train_step(model, optimizer, [batch], rate=0.0, groups=one_rank())
-    totals = global_totals(reference, [batch], one_rank())
-    balance = BalanceInputs(totals=totals, seen={}, tokens=one_rank().tokens)
-    reference.losses(batch.tokens, batch.labels, batch.packing, balance).total.backward()
+    total_of(reference, batch).backward()
     squares = [float(p.grad.square().sum()) for p in reference.parameters() if p.grad is not None]
     assert len(squares) == len(list(reference.parameters()))
     assert found.gradient_norm == pytest.approx(sum(squares) ** 0.5, rel=1e-12)
@@ -239,8 +237,8 @@ def lopsided(rank: int, world: int, name: str, dispatcher: DispatcherName) -> tu
         results.append(train_step(model, optimizer, batches, rate=1.0, groups=groups))
     pieces = [(p.name, p.shape, p.box, p.data.clone()) for p in inventory(model, groups).values()]
     batch = microbatches(0)[0] if rank == 0 else empty_batch()
-    hidden = model.hidden(batch.tokens, batch.packing).hidden
-    model.output_head.loss(hidden, batch.labels).backward()
+    hidden = model.run(0, None, batch, purpose="hidden").out
+    model.output_head.loss(hidden[0], batch.labels).backward()
     zero = {}
     for path, parameter in model.named_parameters():
         if ".experts." in path and not path.startswith("mtp"):
@@ -319,7 +317,7 @@ def _routing_statistics(
 
         handles.append(block.mlp.router.register_forward_hook(note))
     for batch in batches:
-        model.hidden(batch.tokens, batch.packing)
+        model.run(0, None, batch, purpose="hidden")
     for handle in handles:
         handle.remove()
     return chosen, sums

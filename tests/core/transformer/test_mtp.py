@@ -15,12 +15,11 @@ from torch import Tensor
 
 from core.config.architecture import GQA, Layer, ModelConfig, MoE, MultiToken, Router
 from core.config.run import IGNORE
-from core.parallel.groups import one_rank
 from core.state.inventory import initialise
-from core.transformer.context import BalanceInputs, Totals
+from core.transformer.context import Totals
 from core.transformer.mtp import labels_ahead, shift_labels
-from core.transformer.stage import Losses, Stage, build_model
-from tests.core.tiny import NORM, batch_of, mixtral
+from core.transformer.stage import PartOutput, Stage, build_model
+from tests.core.tiny import NORM, batch_of, losses_of, mixtral, total_of
 
 HEADS, HEAD_DIM, EXPERTS, TOP_K, EPS = 2, 4, 5, 2, NORM.eps
 DOCUMENTS = (5, 1, 7, 2, 3)
@@ -50,12 +49,10 @@ def text(seed: int = 0) -> tuple[list[int], list[int]]:
     return tokens, labels
 
 
-def losses_of(model: Stage) -> tuple[Losses, Totals]:
+def losses_on_text(model: Stage) -> tuple[PartOutput, Totals]:
     tokens, labels = text()
     batch = batch_of(tokens, labels, DOCUMENTS)
-    totals = model.totals_of(batch.labels, batch.packing)
-    balance = BalanceInputs(totals=totals, seen={}, tokens=one_rank().tokens)
-    return model.losses(batch.tokens, batch.labels, batch.packing, balance), totals
+    return losses_of(model, batch), model.totals_of(batch)
 
 
 def rms(x: Tensor, gain: Tensor) -> Tensor:
@@ -142,7 +139,7 @@ def nll(head: Tensor, hidden: Tensor, label: int) -> Tensor:
 @pytest.mark.parametrize("tied", [False, True])
 def test_e4_losses_counts_and_every_gradient_are_those_of_the_definition_token_by_token(tied: bool) -> None:
     model = built(model_of(2, tied))
-    found, totals = losses_of(model)
+    found, totals = losses_on_text(model)
     main, ahead, counts = naive_losses(model, 2)
     assert totals.ahead == tuple(counts)
     assert float(found.tokens) == pytest.approx(float(main.detach()), rel=1e-10)
@@ -150,14 +147,14 @@ def test_e4_losses_counts_and_every_gradient_are_those_of_the_definition_token_b
     # each module's own count divides it, and the weight is shared between the two
     expected = main / totals.labels + sum(0.3 * loss / n for loss, n in zip(ahead, counts, strict=True))
     names = dict(model.named_parameters())
-    gradients = [torch.autograd.grad(loss, list(names.values())) for loss in (found.total, expected)]
+    gradients = [torch.autograd.grad(loss, list(names.values())) for loss in (found.share, expected)]
     for name, mine, truth in zip(names, *gradients, strict=True):
         torch.testing.assert_close(mine, truth, rtol=1e-8, atol=1e-11, msg=lambda m, n=name: n + m)
 
 
 def test_each_module_has_its_own_count_of_predicted_tokens() -> None:
     """Documents of 5, 1, 7, 2, 3 tokens; behind the second and the fourth the next token is known."""
-    _, totals = losses_of(built(model_of(3)))
+    _, totals = losses_on_text(built(model_of(3)))
     assert totals.tokens == 18
     # label i of a document with n known tokens behind the first: n - depth of them
     assert totals.labels == 4 + 1 + 6 + 2 + 2
@@ -169,8 +166,8 @@ def test_prediction_ahead_leaves_the_main_loss_and_the_logits_alone() -> None:
     tokens, labels = text()
     batch = batch_of(tokens, labels, DOCUMENTS)
     assert torch.equal(with_ahead(batch.tokens), plain(batch.tokens))
-    assert torch.equal(losses_of(with_ahead)[0].tokens, losses_of(plain)[0].tokens)
-    assert losses_of(plain)[1].ahead == ()
+    assert torch.equal(losses_on_text(with_ahead)[0].tokens, losses_on_text(plain)[0].tokens)
+    assert losses_on_text(plain)[1].ahead == ()
 
 
 def test_no_label_reaches_over_the_end_of_its_document() -> None:
@@ -182,9 +179,7 @@ def test_no_label_reaches_over_the_end_of_its_document() -> None:
     def ahead_without_third(tokens: list[int]) -> list[float]:
         hidden_labels = [IGNORE if 6 <= i < 13 else label for i, label in enumerate(labels)]
         batch = batch_of(tokens, hidden_labels, DOCUMENTS)
-        totals = model.totals_of(batch.labels, batch.packing)
-        balance = BalanceInputs(totals=totals, seen={}, tokens=one_rank().tokens)
-        losses = model.losses(batch.tokens, batch.labels, batch.packing, balance)
+        losses = losses_of(model, batch)
         return [float(losses.tokens), *map(float, losses.ahead)]
 
     assert ahead_without_third(tokens) == pytest.approx(ahead_without_third(changed), rel=1e-12)
@@ -214,11 +209,10 @@ def test_an_unknown_input_is_unknown_as_label_too() -> None:
 def test_documents_too_short_to_predict_ahead_give_no_loss_and_finite_gradients() -> None:
     model = built(model_of(2))
     batch = batch_of([3, 4, 5], [IGNORE] * 3, [1, 1, 1])
-    totals = model.totals_of(batch.labels, batch.packing)
+    totals = model.totals_of(batch)
     assert totals.ahead == (0, 0) and totals.labels == 0
-    balance = BalanceInputs(totals=totals, seen={}, tokens=one_rank().tokens)
-    losses = model.losses(batch.tokens, batch.labels, batch.packing, balance)
-    losses.total.backward()
-    assert float(losses.total.detach()) == 0.0
+    share = total_of(model, batch)
+    share.backward()
+    assert float(share.detach()) == 0.0
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None and not parameter.grad.any(), name

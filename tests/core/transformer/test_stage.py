@@ -16,8 +16,8 @@ from core.layers.embedding import Vocabulary
 from core.layers.place import Place
 from core.parallel.groups import one_rank
 from core.state.inventory import initialise, inventory
-from core.transformer.context import BalanceInputs, Totals
-from core.transformer.stage import Losses, Stage, build_model
+from core.transformer.context import Totals
+from core.transformer.stage import Stage, build_model
 from tests.core.tiny import (
     ATTENTION,
     GLOBAL_LOSS,
@@ -26,9 +26,11 @@ from tests.core.tiny import (
     batch_of,
     deepseek,
     empty_batch,
+    losses_of,
     microbatches,
     mixtral,
     qwen3,
+    total_of,
 )
 
 LENGTHS = (3, 1, 7, 5, 1)
@@ -46,12 +48,6 @@ def built(config: ModelConfig, dtype: torch.dtype = torch.float64) -> Stage:
     return model
 
 
-def losses_of(model: Stage, tokens: list[int], labels: list[int], lengths: tuple[int, ...], totals: Totals) -> Losses:
-    batch = batch_of(tokens, labels, lengths)
-    balance = BalanceInputs(totals=totals, seen={}, tokens=one_rank().tokens)
-    return model.losses(batch.tokens, batch.labels, batch.packing, balance)
-
-
 def text(count: int, seed: int = 0) -> list[int]:
     return torch.randint(0, 31, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
@@ -62,22 +58,22 @@ def test_packed_sequences_of_odd_lengths_equal_the_same_sequences_one_by_one(nam
     model = built(KINDS[name])
     tokens, labels = text(sum(LENGTHS)), text(sum(LENGTHS), seed=1)
     whole = batch_of(tokens, labels, LENGTHS)
-    totals = model.totals_of(whole.labels, whole.packing)
+    totals = model.totals_of(whole)
     ends = torch.tensor([0, *accumulate(LENGTHS)])
     starts = ends[:-1].tolist()
     packed = model(whole.tokens, ends)
     alone = torch.cat([model(whole.tokens[a : a + n]) for a, n in zip(starts, LENGTHS, strict=True)])
     torch.testing.assert_close(packed, alone, rtol=1e-6, atol=1e-6)
     parameters = list(model.parameters())
-    together = losses_of(model, tokens, labels, LENGTHS, totals)
-    gradients = torch.autograd.grad(together.total, parameters)
+    together = total_of(model, whole, totals)
+    gradients = torch.autograd.grad(together, parameters)
     sums: list[Tensor] = [torch.zeros_like(parameter) for parameter in parameters]
     total = 0.0
     for a, n in zip(starts, LENGTHS, strict=True):
-        one = losses_of(model, tokens[a : a + n], labels[a : a + n], (n,), totals)
-        total += float(one.total.detach())
-        sums = [s + g for s, g in zip(sums, torch.autograd.grad(one.total, parameters), strict=True)]
-    assert float(together.total.detach()) == pytest.approx(total, rel=1e-11)
+        one = total_of(model, batch_of(tokens[a : a + n], labels[a : a + n], (n,)), totals)
+        total += float(one.detach())
+        sums = [s + g for s, g in zip(sums, torch.autograd.grad(one, parameters), strict=True)]
+    assert float(together.detach()) == pytest.approx(total, rel=1e-11)
     for (path, _), found, expected in zip(model.named_parameters(), gradients, sums, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12, msg=lambda m, n=path: n + m)
 
@@ -99,9 +95,7 @@ def test_no_token_and_one_token_pass_forward_and_backward(name: str) -> None:
         model = built(KINDS[name])
         batch = batch_of(text(count), text(count, seed=1), (1,)) if count else empty_batch()
         assert model(batch.tokens).shape == (count, 31)
-        balance = BalanceInputs(totals=model.totals_of(batch.labels, batch.packing), seen={}, tokens=one_rank().tokens)
-        losses = model.losses(batch.tokens, batch.labels, batch.packing, balance)
-        losses.total.backward()
+        total_of(model, batch).backward()
         for path, parameter in model.named_parameters():
             assert parameter.grad is not None and parameter.grad.shape == parameter.shape, path
             assert bool(parameter.grad.isfinite().all()) and (count or not parameter.grad.any()), path
@@ -128,8 +122,7 @@ def test_e4_a_shared_embedding_has_the_sum_of_the_gradients_of_its_uses() -> Non
         untied.head.weight.copy_(untied.embedding.weight)
     batch = microbatches(0)[0]
     for model in (tied, untied):
-        balance = BalanceInputs(totals=model.totals_of(batch.labels, batch.packing), seen={}, tokens=one_rank().tokens)
-        model.losses(batch.tokens, batch.labels, batch.packing, balance).total.backward()
+        total_of(model, batch).backward()
     gradients = [m.weight.grad for m in (tied.embedding, untied.embedding, untied.head)]
     assert all(gradient is not None and bool(gradient.any()) for gradient in gradients)
     torch.testing.assert_close(gradients[0], gradients[1] + gradients[2], rtol=1e-10, atol=1e-13)
@@ -139,11 +132,11 @@ def test_the_total_is_the_sum_of_its_named_parts() -> None:
     model = built(deepseek((SEQUENCE_LOSS, GLOBAL_LOSS, Z_LOSS)))
     batch = microbatches(0)[0]
     totals = Totals(tokens=200, labels=150, ahead=(140, 110))
-    balance = BalanceInputs(totals=totals, seen={}, tokens=one_rank().tokens)
-    found = model.losses(batch.tokens, batch.labels, batch.packing, balance)
+    found = losses_of(model, batch, totals)
+    assert found.share is not None and found.tokens is not None
     expected = float(found.tokens) / 150 + 0.15 * float(found.ahead[0]) / 140 + 0.15 * float(found.ahead[1]) / 110
     expected += sum(float(share) for share in found.balance.values())
-    assert float(found.total.detach()) == pytest.approx(expected, rel=1e-12)
+    assert float(found.share.detach()) == pytest.approx(expected, rel=1e-12)
     layers = {"layers.1", "mtp.0.layer", "mtp.1.layer"}
     assert set(found.routings) == layers
     assert set(found.balance) == {f"{l}/{n}" for l in layers for n in ("aux_sequence", "aux_global_batch", "z")}
@@ -152,7 +145,7 @@ def test_the_total_is_the_sum_of_its_named_parts() -> None:
 
 def test_b17_generation_and_evaluation_compute_no_balance_loss() -> None:
     model = built(deepseek())
-    out = model.hidden(torch.tensor([5]), batch_of([5], [IGNORE], [1]).packing)
+    out = model.run(0, None, batch_of([5], [IGNORE], [1]), purpose="hidden")
     assert set(out.routings) == {"layers.1"}
     assert all(routing.balance is None for routing in out.routings.values())
 
@@ -161,14 +154,14 @@ def test_masked_tokens_reach_no_expert_and_no_count() -> None:
     model = built(deepseek((SEQUENCE_LOSS, Z_LOSS)))
     batch = batch_of(text(9), [*text(6, seed=1), IGNORE, IGNORE, IGNORE], (9,))
     valid = torch.tensor([True] * 6 + [False] * 3)
-    totals = model.totals_of(batch.labels, batch.packing, valid)
+    batch = replace(batch, valid=valid)
+    totals = model.totals_of(batch)
     assert totals.tokens == 6
-    balance = BalanceInputs(totals=totals, seen={}, tokens=one_rank().tokens)
-    masked = model.losses(batch.tokens, batch.labels, batch.packing, balance, valid_T=valid)
+    masked = losses_of(model, batch, totals)
     short = batch_of(batch.tokens[:6].tolist(), batch.labels[:6].tolist(), (6,))
-    alone = model.losses(short.tokens, short.labels, short.packing, balance)
     assert int(masked.routings["layers.1"].counts_E.sum()) == 6 * 4
-    assert float(masked.total.detach()) == pytest.approx(float(alone.total.detach()), rel=1e-11)
+    assert masked.share is not None
+    assert float(masked.share.detach()) == pytest.approx(float(total_of(model, short, totals).detach()), rel=1e-11)
 
 
 @pytest.mark.parametrize("name", KINDS)

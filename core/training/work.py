@@ -1,0 +1,142 @@
+"""The parts of one pipeline rank over the microbatches of a batch: what the pipeline's runtime calls, and what it adds up to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from core.moe.balance import Load
+from core.pipeline.runtime import Pipeline, execute
+from core.pipeline.schedule import forward_only, make_schedule
+from core.training.clock import Clock
+from core.transformer.context import BalanceInputs, TokenBatch, Totals
+from core.transformer.stage import PartOutput, Purpose, Stage
+
+
+@dataclass(kw_only=True)
+class Sums:
+    """What the microbatches of a batch add up to on this rank, and the loads of the whole world so far.
+
+    losses: [1 + modules ahead] float64, summed cross-entropy over my tokens. balance: by `layer/loss`. counts: choices per expert
+    by layer. hidden: what the last part made of the latest microbatch, where no loss was asked for.
+    """
+
+    losses: Tensor
+    balance: dict[str, Tensor] = field(default_factory=dict)
+    counts: dict[str, Tensor] = field(default_factory=dict)
+    loads: dict[str, Load] = field(default_factory=dict)
+    hidden: Tensor | None = None
+
+    def add(self, made: PartOutput) -> None:
+        """Add one part's results on one microbatch."""
+        if made.tokens is None:
+            self.hidden = made.out
+        else:
+            mine = torch.stack([made.tokens, *made.ahead]).to(self.losses)
+            self.losses[: mine.numel()] += mine
+        for name, share in made.balance.items():
+            self.balance[name] = self.balance.get(name, 0.0) + share
+        for layer, routing in made.routings.items():
+            self.counts[layer] = self.counts.get(layer, 0) + routing.counts_E
+            if routing.balance is not None and routing.balance.load is not None:
+                self.loads[layer] = routing.balance.load
+
+
+@dataclass(kw_only=True)
+class StageWork:
+    """The `PartWork` of a stage. totals are given in training; `after` is called when gradients have come."""
+
+    model: Stage
+    batches: Sequence[TokenBatch]
+    purpose: Purpose
+    sums: Sums
+    totals: Totals | None = None
+    after: Callable[[], None] | None = None
+    clock: Clock = field(default_factory=Clock)
+
+    def forward(self, chunk: int, microbatch: int, received: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """Run a part and add up what it tells."""
+        balance = None
+        if self.totals is not None:
+            groups = self.model.place.groups
+            balance = BalanceInputs(
+                totals=self.totals, seen=self.sums.loads, sequence=groups.sequence, tokens=groups.tokens
+            )
+        with self.clock.phase("forward"):
+            made = self.model.run(chunk, received, self.batches[microbatch], purpose=self.purpose, balance=balance)
+        self.sums.add(made)
+        return made.out, made.share
+
+    def received_shape(self, chunk: int, microbatch: int) -> tuple[int, ...]:
+        """The shape of what a part receives."""
+        return self.model.received_shape(chunk, self.batches[microbatch], self.purpose)
+
+    def putting_off(self, backward: Callable[[], None]) -> list[Callable[[], None]]:
+        """Run `backward`; the products' weight gradients are what is left."""
+        later = self.model.place.later
+        assert later is not None, "this schedule needs a model whose products can put off their weight gradients"
+        later.collecting = True
+        try:
+            backward()
+        finally:
+            later.collecting = False
+        return later.take()
+
+    def after_backward(self) -> None:
+        """Hand new gradients on."""
+        if self.after is not None:
+            self.after()
+
+
+def train_microbatches(
+    model: Stage, batches: Sequence[TokenBatch], totals: Totals, *, after: Callable[[], None], clock: Clock
+) -> Sums:
+    """Forward and backward of all microbatches through this rank's parts, in the order of the mapping's schedule.
+
+    `after` is called whenever gradients have come. What is not forward counts as backward, waiting for other stages too.
+    """
+    work = StageWork(
+        model=model,
+        batches=batches,
+        purpose="training",
+        sums=_sums(model, len(totals.ahead)),
+        totals=totals,
+        after=after,
+        clock=clock,
+    )
+    pp, name = model.place.groups.pp, model.place.parallel.schedule
+    schedule = make_schedule(name, stages=pp.size, virtual=len(model.parts), microbatches=len(batches))
+    start, forward = time.perf_counter(), clock.seconds.get("forward", 0.0)
+    execute(schedule.ranks[pp.position], work, _pipeline(model))
+    forward = clock.seconds["forward"] - forward
+    clock.add("backward", time.perf_counter() - start - forward)
+    return work.sums
+
+
+@torch.no_grad()
+def run_microbatches(model: Stage, batches: Sequence[TokenBatch], purpose: Purpose) -> Sums:
+    """Forward alone of all microbatches."""
+    work = StageWork(model=model, batches=batches, purpose=purpose, sums=_sums(model, 0))
+    pp = model.place.groups.pp
+    schedule = forward_only(stages=pp.size, virtual=len(model.parts), microbatches=len(batches))
+    execute(schedule.ranks[pp.position], work, _pipeline(model))
+    return work.sums
+
+
+def _sums(model: Stage, ahead: int) -> Sums:
+    return Sums(losses=torch.zeros(1 + ahead, dtype=torch.float64, device=model.place.device))
+
+
+def _pipeline(model: Stage) -> Pipeline:
+    place = model.place
+    return Pipeline(
+        pp=place.groups.pp,
+        pipes=place.groups.pipes,
+        virtual=len(model.parts),
+        dtype=place.dtype,
+        device=place.device,
+    )

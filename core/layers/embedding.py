@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from core.kernels.cross_entropy import VocabularyCut, head_cross_entropy
 from core.kernels.embedding import embedding
 from core.layers.place import Place
-from core.parallel.collectives import all_gather_rows, reduce_scatter_rows
+from core.parallel.collectives import all_gather_rows
 from core.precision.matmul import linear
 from core.state.box import ends, stretch
 from core.state.spec import Normal, Replicas, TensorSpec
@@ -24,6 +24,7 @@ class Vocabulary(nn.Module):
 
     def __init__(self, vocab: int, hidden: int, *, init_std: float, place: Place, replicas: Replicas = "dense") -> None:
         super().__init__()
+        self.place = place
         self.vocab = vocab
         self.tp = place.groups.tp
         self.box = stretch((vocab, hidden), 0, self.tp.position, self.tp.size)
@@ -43,14 +44,14 @@ class Vocabulary(nn.Module):
         One reduce-scatter of [T, hidden] over tp; backward gathers the same.
         """
         found = embedding(tokens_T, self.weight, first=self.box.offset[0], vocab=self.vocab)
-        return reduce_scatter_rows(found, _counts(rows, tokens_T), self.tp)
+        return self.place.scatter_sequence(found, _counts(rows, tokens_T))
 
     def logits(self, hidden_TH: Tensor, rows: tuple[int, ...] | None = None) -> Tensor:
         """Scores of every next token, [T, vocab] float32, all of them on every rank of tp: for few tokens, not for a loss.
 
         hidden [rows[position], hidden]. Gathers hidden, and then the vocabulary, over tp.
         """
-        scores = linear(all_gather_rows(hidden_TH, _counts(rows, hidden_TH), self.tp), self.weight)
+        scores = linear(self.place.gather_sequence(hidden_TH, _counts(rows, hidden_TH)), self.weight)
         if self.tp.size > 1:
             bounds = ends(self.vocab, self.tp.size)
             held = [bounds[i + 1] - bounds[i] for i in range(self.tp.size)]
@@ -65,9 +66,8 @@ class Vocabulary(nn.Module):
         whose backward reduce-scatters, and all-reduces three numbers per token.
         """
         counts = _counts(rows, hidden_TH)
-        gathered = all_gather_rows(hidden_TH, counts, self.tp)
         cut = VocabularyCut(tp=self.tp, vocab=self.vocab, rows=counts)
-        return head_cross_entropy(gathered, self.weight, labels_T, cut=cut)
+        return head_cross_entropy(self.place.gather_sequence(hidden_TH, counts), self.weight, labels_T, cut=cut)
 
 
 def _counts(rows: tuple[int, ...] | None, held: Tensor) -> tuple[int, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -148,25 +150,28 @@ ROWS: dict[int, list[tuple[int, ...]]] = {
 
 
 def _shares(
-    rank: int, world: int, tensors: list[Tensor], labels: Tensor, rows: tuple[int, ...], chunk_bytes: int
-) -> dict[str, Tensor | int]:
-    """This rank's share of the loss and the gradients of 0.37 times it, in chunks of 64 tokens or of so many bytes of logits."""
+    rank: int, world: int, operands: list[tuple[list[Tensor], Tensor]], cases: list[tuple[int, ...]], chunk_bytes: int
+) -> list[dict[str, Tensor | int]]:
+    """By case this rank's share of the loss and the gradients of 0.37 times it, in chunks of so many bytes of logits."""
     meter = Meter()
     tp = groups_for(ParallelConfig(tp=world), meter=meter).tp
-    hidden, whole = tensors
-    weight = leaf(whole[stretch(tuple(whole.shape), 0, rank, world).slices])
-    hidden = leaf(hidden)
-    cut = VocabularyCut(tp=tp, vocab=whole.shape[0], rows=rows)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cross_entropy, "_CHUNK_BYTES", chunk_bytes)
-        share = head_cross_entropy(hidden, weight, labels, cut=cut)
-        (share * 0.37).backward()
-        sent = meter.sent_bytes["tp", "all_reduce"]
-        with torch.no_grad():
-            evaluated = head_cross_entropy(hidden, weight, labels, cut=cut)
-    assert hidden.grad is not None and weight.grad is not None and not evaluated.requires_grad
-    assert meter.sent_bytes["tp", "all_reduce"] == 2 * sent
-    return {"share": share, "evaluated": evaluated, "hidden": hidden.grad, "weight": weight.grad, "sent": sent}
+    results: list[dict[str, Tensor | int]] = []
+    for ((everyone, whole), labels), rows in zip(operands, cases, strict=True):
+        meter.sent_bytes.clear()
+        hidden, weight = leaf(everyone), leaf(whole[stretch(tuple(whole.shape), 0, rank, world).slices])
+        cut = VocabularyCut(tp=tp, vocab=whole.shape[0], rows=rows)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cross_entropy, "_CHUNK_BYTES", chunk_bytes)
+            share = head_cross_entropy(hidden, weight, labels, cut=cut)
+            (share * 0.37).backward()
+            sent = meter.sent_bytes["tp", "all_reduce"]
+            with torch.no_grad():
+                evaluated = head_cross_entropy(hidden, weight, labels, cut=cut)
+        assert hidden.grad is not None and weight.grad is not None and not evaluated.requires_grad
+        assert meter.sent_bytes["tp", "all_reduce"] == 2 * sent
+        of = {"hidden": hidden.grad, "weight": weight.grad}
+        results.append({"share": share, "evaluated": evaluated, **of, "sent": sent})
+    return results
 
 
 def _torch_losses(tensors: list[Tensor], labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -179,7 +184,7 @@ def _torch_losses(tensors: list[Tensor], labels: Tensor) -> tuple[Tensor, Tensor
 
 
 def _compare(
-    found: list[dict[str, Tensor]], tensors: list[Tensor], labels: Tensor, rows: tuple[int, ...], close: float
+    found: Sequence[dict[str, Tensor]], tensors: list[Tensor], labels: Tensor, rows: tuple[int, ...], close: float
 ) -> None:
     """Shares are the losses of a rank's own tokens; weight gradients are pieces of the whole, those of hidden add up to it."""
     losses, of_hidden, of_weight = _torch_losses(tensors, labels)
@@ -199,9 +204,9 @@ def _compare(
 def test_cut_over_tp_the_shares_are_the_loss_and_the_gradients_those_of_the_whole(
     ranks: Ranks, world: int, dtype: torch.dtype, close: float
 ) -> None:
-    for rows in ROWS[world]:
-        tensors, labels = case(sum(rows), dtype, vocab=261)
-        found = ranks.run(_shares, world, tensors, labels, rows, 1)
+    operands = [case(sum(rows), dtype, vocab=261) for rows in ROWS[world]]
+    results = zip(*ranks.run(_shares, world, operands, ROWS[world], 1), strict=True)
+    for (tensors, labels), rows, found in zip(operands, ROWS[world], results, strict=True):
         _compare(found, tensors, labels, rows, close)
         wide = torch.float32 if dtype == torch.bfloat16 else dtype
         assert [one["share"].dtype for one in found] == [wide] * world
@@ -216,18 +221,18 @@ def test_cut_over_tp_the_shares_are_the_loss_and_the_gradients_those_of_the_whol
 def test_ranks_of_uneven_or_no_vocabulary_take_as_many_chunks(ranks: Ranks, vocab: int, world: int) -> None:
     rows = (131, *(0,) * (world - 2), 2)
     tensors, labels = case(133, torch.float64, vocab=vocab)
-    found = ranks.run(_shares, world, tensors, labels, rows, 1600)
+    found = [one for (one,) in ranks.run(_shares, world, [(tensors, labels)], [rows], 1600)]
     _compare(found, tensors, labels, rows, 1e-12)
 
 
 def test_cut_over_tp_ignored_labels_and_large_logits_are_no_different(ranks: Ranks) -> None:
     tensors, labels = case(5, torch.float32)
     labels[:] = IGNORE
-    for one in ranks.run(_shares, 3, tensors, labels, (2, 0, 3), 1):
+    for (one,) in ranks.run(_shares, 3, [(tensors, labels)], [(2, 0, 3)], 1):
         assert one["share"].item() == 0.0 and not one["hidden"].any() and not one["weight"].any()
     # Two ranks, of whom one holds only logits that are 2e4 below the other's largest.
     tensors = [torch.tensor([[1e4], [-1e4], [1e4]]), torch.tensor([[1.0], [0.0], [-1.0]])]
-    found = ranks.run(_shares, 2, tensors, torch.tensor([1, 2, 2]), (2, 1), 1)
+    found = [one for (one,) in ranks.run(_shares, 2, [(tensors, torch.tensor([1, 2, 2]))], [(2, 1)], 1)]
     assert [one["share"].item() for one in found] == [1e4, 2e4]
     for one in found:
         assert bool(torch.isfinite(one["hidden"]).all()) and bool(torch.isfinite(one["weight"]).all())

@@ -111,13 +111,14 @@ def _equal(found: Tensor, truth: Tensor, close: float) -> None:
     assert not found.numel() or float(difference.max()) <= close * max(1.0, largest)
 
 
-def _embed_on(rank: int, world: int, vocab: int, rows: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """This rank's rows, and the matrix's gradient under an output gradient that every rank takes its rows of."""
-    vocabulary = _cut(world, vocab, dtype)
-    out = vocabulary.embed(_case(sum(rows), vocab)[0], rows)
-    out.backward(draw(2, sum(rows), HIDDEN, dtype=dtype)[_mine(rank, rows)])
-    assert vocabulary.weight.grad is not None
-    return out, vocabulary.weight.grad
+def _embed_on(rank: int, world: int, vocab: int, dtype: torch.dtype) -> list[tuple[Tensor, ...]]:
+    """By case this rank's rows, and the matrix's gradient under an output gradient that every rank takes its rows of."""
+    vocabulary, results = _cut(world, vocab, dtype), []
+    for rows in ROWS[world]:
+        out = vocabulary.embed(_case(sum(rows), vocab)[0], rows)
+        of_out = draw(2, sum(rows), HIDDEN, dtype=dtype)[_mine(rank, rows)]
+        results.append((out, *torch.autograd.grad(out, vocabulary.weight, of_out)))
+    return results
 
 
 @DTYPES
@@ -126,11 +127,10 @@ def _embed_on(rank: int, world: int, vocab: int, rows: tuple[int, ...], dtype: t
 def test_each_rank_embeds_its_own_tokens_and_the_pieces_of_the_gradient_are_the_whole(
     ranks: Ranks, vocab: int, world: int, dtype: torch.dtype, close: float
 ) -> None:
-    for rows in ROWS[world]:
+    for rows, found in zip(ROWS[world], zip(*ranks.run(_embed_on, world, vocab, dtype), strict=True), strict=True):
         matrix = leaf(draw(0, vocab, HIDDEN).to(dtype).double())
         truth = F.embedding(_case(sum(rows), vocab)[0], matrix)
         truth.backward(draw(2, sum(rows), HIDDEN, dtype=dtype).double())
-        found = ranks.run(_embed_on, world, vocab, rows, dtype)
         assert [out.shape[0] for out, _ in found] == list(rows)
         assert torch.equal(torch.cat([out for out, _ in found]).double(), truth)
         assert matrix.grad is not None
@@ -149,14 +149,14 @@ def test_a_token_in_a_thousand_places_of_all_ranks_keeps_its_gradient_in_bfloat1
     assert ranks.run(_frequent, 2) == [[[0.0] * HIDDEN], [[1000.0] * HIDDEN, [0.0] * HIDDEN]]
 
 
-def _loss_on(rank: int, world: int, rows: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """This rank's share, and the gradients of its hidden rows and of its stretch of the matrix."""
-    vocabulary = _cut(world, 261, dtype)
-    hidden = leaf(draw(1, sum(rows), HIDDEN, dtype=dtype)[_mine(rank, rows)])
-    share = vocabulary.loss(hidden, _case(sum(rows), 261)[1], rows)
-    (share * 0.37).backward()
-    assert hidden.grad is not None and vocabulary.weight.grad is not None
-    return share, hidden.grad, vocabulary.weight.grad
+def _loss_on(rank: int, world: int, dtype: torch.dtype) -> list[tuple[Tensor, ...]]:
+    """By case this rank's share, and the gradients of its hidden rows and of its stretch of the matrix."""
+    vocabulary, results = _cut(world, 261, dtype), []
+    for rows in ROWS[world]:
+        hidden = leaf(draw(1, sum(rows), HIDDEN, dtype=dtype)[_mine(rank, rows)])
+        share = vocabulary.loss(hidden, _case(sum(rows), 261)[1], rows)
+        results.append((share, *torch.autograd.grad(share * 0.37, (hidden, vocabulary.weight))))
+    return results
 
 
 @DTYPES
@@ -164,25 +164,24 @@ def _loss_on(rank: int, world: int, rows: tuple[int, ...], dtype: torch.dtype) -
 def test_shares_of_the_loss_add_up_and_every_gradient_is_the_one_of_their_sum(
     ranks: Ranks, world: int, dtype: torch.dtype, close: float
 ) -> None:
-    for rows in ROWS[world]:
+    for rows, found in zip(ROWS[world], zip(*ranks.run(_loss_on, world, dtype), strict=True), strict=True):
         hidden = leaf(draw(1, sum(rows), HIDDEN, dtype=dtype).double())
         matrix = leaf(draw(0, 261, HIDDEN).to(dtype).double())
         truth = F.cross_entropy(hidden @ matrix.T, _case(sum(rows), 261)[1], reduction="sum")
         (truth * 0.37).backward()
-        found = ranks.run(_loss_on, world, rows, dtype)
         assert hidden.grad is not None and matrix.grad is not None
         _equal(torch.stack([share.double() for share, _, _ in found]).sum(), truth, close)
         _equal(torch.cat([of_hidden for _, of_hidden, _ in found]), hidden.grad, close)
         _equal(torch.cat([of_weight for _, _, of_weight in found]), matrix.grad, close)
 
 
-def _tied_on(rank: int, world: int, rows: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    vocabulary = _cut(world, 261, dtype)
-    tokens, labels = _case(sum(rows), 261)
-    share = vocabulary.loss(vocabulary.embed(tokens, rows).sin(), labels, rows)
-    share.backward()
-    assert vocabulary.weight.grad is not None
-    return share, vocabulary.weight.grad
+def _tied_on(rank: int, world: int, dtype: torch.dtype) -> list[tuple[Tensor, ...]]:
+    vocabulary, results = _cut(world, 261, dtype), []
+    for rows in ROWS[world]:
+        tokens, labels = _case(sum(rows), 261)
+        share = vocabulary.loss(vocabulary.embed(tokens, rows).sin(), labels, rows)
+        results.append((share, *torch.autograd.grad(share, vocabulary.weight)))
+    return results
 
 
 @DTYPES
@@ -190,27 +189,25 @@ def _tied_on(rank: int, world: int, rows: tuple[int, ...], dtype: torch.dtype) -
 def test_a_tied_matrix_gets_both_gradients_on_every_rank(
     ranks: Ranks, world: int, dtype: torch.dtype, close: float
 ) -> None:
-    for rows in ROWS[world]:
+    for rows, found in zip(ROWS[world], zip(*ranks.run(_tied_on, world, dtype), strict=True), strict=True):
         matrix, (tokens, labels) = leaf(draw(0, 261, HIDDEN).to(dtype).double()), _case(sum(rows), 261)
         truth = F.cross_entropy(F.embedding(tokens, matrix).sin() @ matrix.T, labels, reduction="sum")
         truth.backward()
-        found = ranks.run(_tied_on, world, rows, dtype)
         assert matrix.grad is not None
         _equal(torch.stack([share.double() for share, _ in found]).sum(), truth, close)
         _equal(torch.cat([gradient for _, gradient in found]), matrix.grad, close)
 
 
-def _logits_on(rank: int, world: int, rows: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    vocabulary = _cut(world, 261, dtype)
+def _logits_on(rank: int, world: int) -> list[Tensor]:
+    vocabulary = _cut(world, 261, torch.float64)
     with torch.no_grad():
-        return vocabulary.logits(draw(1, sum(rows), HIDDEN, dtype=dtype)[_mine(rank, rows)], rows)
+        return [vocabulary.logits(draw(1, sum(rows), HIDDEN)[_mine(rank, rows)], rows) for rows in ROWS[world]]
 
 
 @WORLDS
 def test_every_rank_gets_the_logits_of_all_tokens_and_the_whole_vocabulary(ranks: Ranks, world: int) -> None:
-    for rows in ROWS[world]:
+    for rows, found in zip(ROWS[world], zip(*ranks.run(_logits_on, world), strict=True), strict=True):
         truth = draw(1, sum(rows), HIDDEN) @ draw(0, 261, HIDDEN).T
-        found = ranks.run(_logits_on, world, rows, torch.float64)
         for logits in found:
             assert logits.dtype == torch.float32 and torch.equal(logits, found[0])
             near(logits, truth)

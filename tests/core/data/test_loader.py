@@ -32,11 +32,11 @@ def mappings(batch: int) -> list[tuple[int, int]]:
 
 
 def joined(split, step: int, *, replicas: int, microbatch: int, **sizes) -> tuple[list[int], list[int]]:
-    """Tokens and labels of a step over all replicas, one microbatch after the other."""
+    """Tokens and labels of a step: every replica's first microbatch, then every replica's second, …"""
     tokens, labels = [], []
-    for replica in range(replicas):
-        mine = loader(split, replicas=replicas, replica=replica, microbatch=microbatch, **sizes).batches(step)
-        for batch in mine:
+    loaders = (loader(split, replicas=replicas, replica=r, microbatch=microbatch, **sizes) for r in range(replicas))
+    for together in zip(*(of_replica.batches(step) for of_replica in loaders), strict=True):
+        for batch in together:
             assert len(batch.tokens) == microbatch * sizes["sequence"]
             tokens += batch.tokens.tolist()
             labels += batch.labels.tolist()
@@ -152,7 +152,7 @@ def test_validation_is_fixed_spread_out_and_equal_in_length_on_every_replica(cou
     assert chosen == [k * 65 // min(count, 65) for k in range(min(count, 65))]
     parts = [source.validation(count) for source in sources]
     assert len({len(part) for part in parts}) == 1
-    batches = [batch for part in parts for batch in part]
+    batches = [batch for together in zip(*parts, strict=True) for batch in together]
     assert {len(batch.tokens) for batch in batches} == {4 * microbatch}
     labels = [label for batch in batches for label in batch.labels.tolist()]
     expected = [label for window in chosen for label in naive_window(documents, window, 4)[1]]

@@ -101,7 +101,7 @@ def check_results(found: StepResult, expected: StepResult) -> None:
 
 
 def test_the_batch_of_the_matrix_is_uneven_over_ranks() -> None:
-    labels = [int((microbatches(0, r, 4)[0].labels != IGNORE).sum()) for r in range(4)]
+    labels = [int((microbatches(0, r, 4, 2)[0].labels != IGNORE).sum()) for r in range(4)]
     assert len(set(labels)) > 1
 
 
@@ -235,6 +235,7 @@ def lopsided(rank: int, world: int, name: str, dispatcher: DispatcherName) -> tu
     for step, owner in enumerate((1, 0, 1)):
         batches = [microbatches(step)[0] if rank == owner % world else empty_batch()]
         results.append(train_step(model, optimizer, batches, rate=1.0, groups=groups))
+    optimizer.wait_all()
     pieces = [(p.name, p.shape, p.box, p.data.clone()) for p in inventory(model, groups).values()]
     batch = microbatches(0)[0] if rank == 0 else empty_batch()
     hidden = model.run(0, None, batch, purpose="hidden").out

@@ -1,40 +1,162 @@
-"""Sums of many gradients over replicas, few collectives: tensors travel in buckets (report section 3.2)."""
+"""Trained parameters and their main gradients as few flat buffers, each spread over the ranks that hold copies of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from core.parallel.collectives import all_reduce_sum
-from core.parallel.groups import Group
+from core.parallel.groups import Group, Groups
+from core.parallel.pending import own_part
+from core.state.inventory import Entry, replicas
 
-# Large enough that latency does not matter, small enough to stay out of the way of memory.
+# Large enough that latency does not matter, small enough that the first is full early in a backward.
 BUCKET_BYTES = 32 << 20
+# Every parameter and every rank's part begin on this boundary. Grouped products refuse operands off 16 bytes; and in whole
+# vectors the update rounds each element alike wherever it lies, which the scalar loop at a ragged end does not.
+ALIGNMENT_BYTES = 64
+
+
+@dataclass(eq=False, kw_only=True)
+class Slot:
+    """One parameter in a bucket, at the elements [start, stop) of its buffers.
+
+    gradient: that piece of the main gradients, in the parameter's shape. filled: whether it holds a gradient of this step.
+    passes_left: how many more backward passes of this step will reach the parameter, where that was told.
+    """
+
+    name: str
+    entry: Entry
+    start: int
+    gradient: Tensor
+    filled: bool = False
+    passes_left: int = 0
+
+    @property
+    def stop(self) -> int:
+        """The end of the slot."""
+        return self.start + self.entry.tensor.numel()
+
+    def take(self) -> None:
+        """Add the parameter's `.grad` to the main gradient, and clear it."""
+        fresh = self.entry.tensor.grad
+        assert fresh is not None, f"{self.name}: has no gradient"
+        self.entry.tensor.grad = None
+        if self.filled:
+            self.gradient.add_(fresh)
+        else:
+            self.gradient.copy_(fresh)
+        self.filled = True
+
+
+@dataclass(eq=False, kw_only=True)
+class Bucket:
+    """Neighbouring parameters of one kind, whose `.data` are views of the flat `parameters`.
+
+    parameters, gradients: [group.size * n], gaps and end zero; the gradients are float32, float64 for float64 parameters.
+    master: [n], what the update works on of my part: that part of `parameters` itself if it is precise enough, else a float32
+    copy. waiting: how many parameters will be reached by further passes.
+    """
+
+    slots: tuple[Slot, ...]
+    group: Group
+    decay: bool
+    parameters: Tensor
+    gradients: Tensor
+    master: Tensor = field(init=False)
+    waiting: int = 0
+
+    def __post_init__(self) -> None:
+        mine = own_part(self.parameters, self.group)
+        self.master = mine if mine.dtype == self.gradients.dtype else mine.to(self.gradients.dtype)
+
+    @property
+    def own_gradients(self) -> Tensor:
+        """My part of the gradients [n]: after the sum over copies, what the update takes."""
+        return own_part(self.gradients, self.group)
+
+    @property
+    def own_start(self) -> int:
+        """Where my part begins in the buffers."""
+        return self.group.position * self.master.numel()
+
+    def zero_unreached(self) -> None:
+        """Let a parameter that no pass reached count as zero."""
+        for slot in self.slots:
+            if not slot.filled:
+                slot.gradient.zero_()
+
+    def publish(self) -> None:
+        """Round the master into my part of the parameters, where it is a copy."""
+        if self.master.dtype != self.parameters.dtype:
+            own_part(self.parameters, self.group).copy_(self.master)
 
 
 @torch.no_grad()
-def sum_over_replicas(tensors: Sequence[Tensor], group: Group) -> None:
-    """Replace each tensor by its sum over `group`; all of one dtype, in the same order on every rank."""
-    if group.size == 1:
-        return
-    for bucket in _buckets(tensors):
-        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-        summed = all_reduce_sum(flat, group)
-        for tensor, piece in zip(bucket, summed.split([tensor.numel() for tensor in bucket]), strict=True):
-            tensor.copy_(piece.view_as(tensor))
+def pack(entries: Mapping[str, Entry], groups: Groups, bucket_bytes: int) -> tuple[Bucket, ...]:
+    """The trained parameters `entries` (in module order) in buckets, in the order in which backward completes them.
+
+    A bucket holds parameters of equal dtype, decay and ranks that hold copies, in module order, of up to `bucket_bytes` bytes of
+    gradients; a larger parameter is alone. The parameters move into the buckets, values and identity kept.
+
+    The order is that of the buckets' first parameters in the module, backwards. Ranks that share a group have the same
+    parameters for it in the same order, so they come to the same buckets in the same order, whatever else each of them has.
+    """
+    classes: dict[tuple[tuple[int, ...], bool, torch.dtype], list[tuple[int, str, Entry]]] = {}
+    for index, (name, entry) in enumerate(entries.items()):
+        key = (replicas(entry.spec, groups).ranks, entry.spec.decay, entry.tensor.dtype)
+        classes.setdefault(key, []).append((index, name, entry))
+    chunks = [chunk for members in classes.values() for chunk in _chunks(members, bucket_bytes)]
+    chunks.sort(key=lambda chunk: chunk[0][0], reverse=True)
+    return tuple(_bucket([(name, entry) for _, name, entry in chunk], groups) for chunk in chunks)
 
 
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Neighbouring tensors together, up to BUCKET_BYTES; a larger tensor is a bucket of its own."""
-    bucket: list[Tensor] = []
+def main_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which format gradients are summed and parameters updated."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _chunks(members: Sequence[tuple[int, str, Entry]], most_bytes: int) -> Iterator[list[tuple[int, str, Entry]]]:
+    """Neighbours together, filled from the end, since backward begins there; each chunk in module order."""
+    chunk: list[tuple[int, str, Entry]] = []
     filled = 0
-    for tensor in tensors:
-        if bucket and filled + tensor.nbytes > BUCKET_BYTES:
-            yield bucket
-            bucket, filled = [], 0
-        bucket.append(tensor)
-        filled += tensor.nbytes
-    if bucket:
-        yield bucket
+    for member in reversed(members):
+        tensor = member[2].tensor
+        size = tensor.numel() * main_dtype(tensor.dtype).itemsize
+        if chunk and filled + size > most_bytes:
+            yield chunk[::-1]
+            chunk, filled = [], 0
+        chunk.append(member)
+        filled += size
+    if chunk:
+        yield chunk[::-1]
+
+
+def _bucket(members: Sequence[tuple[str, Entry]], groups: Groups) -> Bucket:
+    """The buffers of some parameters, which move into them."""
+    first = members[0][1]
+    group, like = replicas(first.spec, groups), first.tensor
+    unit = ALIGNMENT_BYTES // like.dtype.itemsize
+    starts, filled = [], 0
+    for _, entry in members:
+        starts.append(filled)
+        filled += _rounded_up(entry.tensor.numel(), unit)
+    size = _rounded_up(filled, unit * group.size)
+    parameters = torch.zeros(size, dtype=like.dtype, device=like.device)
+    gradients = torch.zeros(size, dtype=main_dtype(like.dtype), device=like.device)
+    slots = []
+    for (name, entry), start in zip(members, starts, strict=True):
+        tensor = entry.tensor
+        view = parameters[start : start + tensor.numel()].view(tensor.shape)
+        view.copy_(tensor)
+        tensor.data = view
+        gradient = gradients[start : start + tensor.numel()].view(tensor.shape)
+        slots.append(Slot(name=name, entry=entry, start=start, gradient=gradient))
+    return Bucket(slots=tuple(slots), group=group, decay=first.spec.decay, parameters=parameters, gradients=gradients)
+
+
+def _rounded_up(count: int, unit: int) -> int:
+    return math.ceil(count / unit) * unit

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+
 import torch
 from torch import Tensor, nn
 
 from core.config.run import OptimizerConfig
-from core.optim.adam import AdamW
-from core.optim.buckets import sum_over_replicas
+from core.optim.adam import AdamW, Shard
+from core.optim.buckets import BUCKET_BYTES, Bucket, pack
+from core.optim.distributed import Gathering, Reduction
 from core.parallel.collectives import all_reduce_sum
 from core.parallel.groups import Groups
-from core.state.inventory import declared, piece_of
+from core.state.box import flat_boxes
+from core.state.inventory import declared
 from core.state.sharded import ShardedTensor
 
 # Elements whose squares are added in the gradients' own precision.
@@ -18,61 +22,114 @@ _NORM_ROW = 4096
 
 
 class ChainedOptimizer:
-    """AdamW over the dense parameters (copies over dp * cp) and over the experts (copies over edp).
+    """AdamW with its state spread over the ranks that hold copies of each parameter (ZeRO-1); see Optimizer for its use.
 
     Losses are shares of one sum over the global batch, so every gradient is a plain sum over its copies (contract 4).
+    The model's parameters become views of flat buffers; all its tensors must be where and what they stay.
     """
 
-    def __init__(self, model: nn.Module, config: OptimizerConfig, groups: Groups) -> None:
+    def __init__(
+        self, model: nn.Module, config: OptimizerConfig, groups: Groups, *, bucket_bytes: int = BUCKET_BYTES
+    ) -> None:
         trained = {name: entry for name, entry in declared(model).items() if entry.spec.trained}
         self.config = config
         self.groups = groups
-        self.dense = AdamW({n: e for n, e in trained.items() if e.spec.replicas == "dense"}, config)
-        self.expert = AdamW({n: e for n, e in trained.items() if e.spec.replicas == "expert"}, config)
         self.steps = 0
+        self.buckets = pack(trained, groups, bucket_bytes)
+        self.shards = [Shard(master=b.master, gradient=b.own_gradients, decay=b.decay) for b in self.buckets]
+        self.adam = AdamW(self.shards, config)
+        self.reduction = Reduction(self.buckets)
+        self.gathering = Gathering(self.buckets)
+
+    def begin(self, passes: Mapping[str, int] | int) -> None:
+        """Say how many backward passes of the coming step reach each parameter (left out: none; a number: all).
+
+        Until `reduce`, a sum over copies then starts during backward, as soon as its bucket's last gradient and all buckets
+        before it are there.
+        """
+        self.reduction.begin(passes)
 
     def accumulate(self) -> None:
-        """Take over the gradients that the last backward left."""
-        self.dense.accumulate()
-        self.expert.accumulate()
+        """Take over the gradients that the last backward left, or that were computed by hand."""
+        self.reduction.accumulate()
 
     def reduce(self) -> None:
-        """Sum all main gradients over their copies: all-reduces in buckets over both groups."""
-        sum_over_replicas(self.dense.gradients(), self.groups.replicas)
-        sum_over_replicas(self.expert.gradients(), self.groups.edp)
-
-    def step(self, rate: float, norm: float) -> None:
-        """Scale gradients of the global norm `norm` down to clip_norm where they exceed it, and update every parameter."""
-        limit = self.config.clip_norm
-        if limit is not None and norm > limit:
-            for gradient in (*self.dense.gradients(), *self.expert.gradients()):
-                gradient.mul_(limit / norm)
-        self.dense.step(rate)
-        self.expert.step(rate)
-        self.steps += 1
+        """Sum all main gradients over their copies, each rank its own part; waits for the other ranks."""
+        self.reduction.reduce()
 
     def gradient_norm(self) -> float:
-        """The norm of the whole model's gradient, each element counted once: experts are summed over the expert group."""
-        dense, expert = (_sum_of_squares(kind.gradients()) for kind in (self.dense, self.expert))
-        return float((dense + all_reduce_sum(expert, self.groups.ep)).sqrt())
+        """The norm of the whole model's gradient, each element counted once: one all-reduce of one number over the world."""
+        assert self.reduction.done, "gradient_norm() comes after reduce()"
+        squares = _sum_of_squares([shard.gradient for shard in self.shards])
+        return float(all_reduce_sum(squares, self.groups.world).sqrt())
+
+    @torch.no_grad()
+    def step(self, rate: float, norm: float) -> None:
+        """Scale gradients of the global norm `norm` down to clip_norm where they exceed it, and update every parameter.
+
+        Only starts to gather them: `wait_for` or `wait_all` comes before they are read.
+        """
+        assert self.reduction.done, "step() comes after reduce()"
+        self.wait_all()
+        limit = self.config.clip_norm
+        if limit is not None and norm > limit:
+            for shard in self.shards:
+                shard.gradient.mul_(limit / norm)
+        self.adam.step(rate)
+        for bucket in self.buckets:
+            bucket.publish()
+        self.gathering.start()
+        self.reduction.clear()
+        self.steps += 1
+
+    def wait_for(self, prefix: str) -> None:
+        """Wait until the parameter `prefix`, and all whose names begin with `prefix.`, are complete; "" means all."""
+        self.gathering.wait_for(prefix)
+
+    def wait_all(self) -> None:
+        """Wait until every parameter is complete: whoever reads a model's state (checkpoint, inventory) calls this first."""
+        self.gathering.wait_for("")
 
     def state(self) -> list[ShardedTensor]:
-        """Moments and masters as canonical state `optimizer.<kind>.<parameter>`, data shared with the optimizer."""
+        """Moments, and masters where they are copies, of my part of every parameter: `optimizer.<kind>.<parameter>`.
+
+        Each element is on exactly one rank. Data are shared with the optimizer, so that loading fills it. Parameters are
+        complete afterwards.
+        """
+        self.wait_all()
         return [
-            piece_of(f"optimizer.{kind}.{name}", kind_of.slots[name].entry.spec, tensor, self.groups)
-            for kind_of in (self.dense, self.expert)
-            for kind, tensors in kind_of.state().items()
-            for name, tensor in tensors.items()
+            piece
+            for bucket, shard in zip(self.buckets, self.shards, strict=True)
+            for kind, flat in self._kinds(bucket, shard).items()
+            for piece in _pieces(kind, flat, bucket)
         ]
 
     def set_steps(self, steps: int) -> None:
         """Continue as after `steps` updates."""
         self.steps = steps
-        self.dense.set_steps(steps)
-        self.expert.set_steps(steps)
+        self.adam.set_steps(steps)
+
+    def _kinds(self, bucket: Bucket, shard: Shard) -> dict[str, Tensor]:
+        """The state of my part of a bucket, flat."""
+        master = {} if bucket.master.dtype == bucket.parameters.dtype else {"master": bucket.master}
+        return self.adam.moments(shard) | master
 
 
-def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
+def _pieces(kind: str, flat: Tensor, bucket: Bucket) -> Iterator[ShardedTensor]:
+    """My part `flat` of some state of a bucket, as boxes of the canonical tensors."""
+    low, high = bucket.own_start, bucket.own_start + flat.numel()
+    for slot in bucket.slots:
+        start, stop = max(low, slot.start), min(high, slot.stop)
+        if start >= stop:
+            continue
+        spec = slot.entry.spec
+        for box, number in flat_boxes(spec.box, start - slot.start, stop - slot.start):
+            at = slot.start + number - low
+            data = flat[at : at + box.elements].view(box.shape)
+            yield ShardedTensor(name=f"optimizer.{kind}.{slot.name}", shape=spec.shape, box=box, data=data)
+
+
+def _sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     """The sum of squares of all elements, a float64 scalar.
 
     Torch adds up a float32 norm in float32: over tens of millions of elements that is a percent off, and by how much depends on

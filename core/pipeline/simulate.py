@@ -1,0 +1,130 @@
+"""When every action of a schedule begins and ends, given what each costs; and the share of the time that ranks wait."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from dataclasses import dataclass
+
+from core.pipeline.action import Action, Schedule
+from core.pipeline.transfers import peer
+
+Seconds = float | tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Seconds of one microbatch in a part: one number for all parts, or one for each, in the order in which it passes them.
+
+    overlap: the share of its two halves' time that a combined action saves, 0 to 1. transfer: from the end of the action that
+    makes a result until it is there on another rank; neither rank is busy meanwhile.
+    """
+
+    forward: Seconds = 1.0
+    backward: Seconds = 2.0
+    input_gradient: Seconds = 1.0
+    weight_gradient: Seconds = 1.0
+    overlap: float = 0.0
+    transfer: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """An action with its begin and end in seconds. A receive begins when its rank waits for it, a send takes no time."""
+
+    action: Action
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """ranks[r]: what rank r does, in order, from second 0 to second `total`."""
+
+    schedule: Schedule
+    ranks: tuple[tuple[Timed, ...], ...]
+
+    @property
+    def total(self) -> float:
+        """Seconds until the last rank ends."""
+        return max(timed[-1].end for timed in self.ranks)
+
+    def busy(self, rank: int) -> float:
+        """Seconds in which `rank` computes."""
+        return sum(timed.end - timed.begin for timed in self.ranks[rank] if computes(timed.action))
+
+    @property
+    def bubble(self) -> float:
+        """Waiting time over computing time, of all ranks together: (p - 1) / m for 1F1B on equal costs. 0 where nothing costs."""
+        busy = sum(self.busy(rank) for rank in range(len(self.ranks)))
+        return (self.total * len(self.ranks) - busy) / busy if busy else 0.0
+
+
+def computes(action: Action) -> bool:
+    """Whether the action is no transfer."""
+    return not action.kind.startswith(("send", "receive"))
+
+
+def simulate(schedule: Schedule, costs: Costs) -> Timeline:
+    """The timeline of a proved schedule. Raises ValueError if it deadlocks, or if there are not as many costs as parts."""
+    for given in (costs.forward, costs.backward, costs.input_gradient, costs.weight_gradient):
+        if isinstance(given, tuple) and len(given) != schedule.stages * schedule.virtual:
+            raise ValueError(f"{len(given)} costs for {schedule.stages * schedule.virtual} parts")
+    clock = _Clock(schedule, costs)
+    while any([clock.advance(rank) for rank in range(schedule.stages)]):
+        pass
+    stuck = [r for r in range(schedule.stages) if len(clock.timed[r]) < len(schedule.ranks[r])]
+    if stuck:
+        raise ValueError(f"{schedule.name}: rank {stuck[0]} waits for ever")
+    return Timeline(schedule=schedule, ranks=tuple(map(tuple, clock.timed)))
+
+
+class _Clock:
+    """All ranks with the time that each has reached, and what is on its way between them."""
+
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+        self.schedule, self.costs = schedule, costs
+        self.timed: list[list[Timed]] = [[] for _ in schedule.ranks]
+        self.now = [0.0] * schedule.stages
+        # arrival times by source, destination and kind, in the order of sending
+        self.arrivals: dict[tuple[int, int, str], deque[float]] = defaultdict(deque)
+
+    def advance(self, rank: int) -> bool:
+        """Do what `rank` can do until it waits for something that is not sent yet; whether it could do anything."""
+        timed = self.timed[rank]
+        begun = len(timed)
+        for action in self.schedule.ranks[rank][begun:]:
+            end = self._end(action, rank)
+            if end is None:
+                break
+            timed.append(Timed(action=action, begin=self.now[rank], end=end))
+            self.now[rank] = end
+        return len(timed) > begun
+
+    def _end(self, action: Action, rank: int) -> float | None:
+        """When the action ends if it begins now; None for a receive of what is not sent yet."""
+        now = self.now[rank]
+        if computes(action):
+            return now + _cost(action, rank, self.schedule.stages, self.costs)
+        other, what = peer(action, rank, self.schedule), action.kind.partition("_")[2]
+        if action.kind.startswith("send"):
+            self.arrivals[(rank, other, what)].append(now + self.costs.transfer)
+            return now
+        channel = self.arrivals[(other, rank, what)]
+        return max(now, channel.popleft()) if channel else None
+
+
+def _cost(action: Action, rank: int, stages: int, costs: Costs) -> float:
+    part = action.chunk * stages + rank
+    if action.kind == "combined":
+        assert action.backward_chunk is not None, "a combined action has two halves"
+        backward = _of_part(costs.backward, action.backward_chunk * stages + rank)
+        return (1 - costs.overlap) * (_of_part(costs.forward, part) + backward)
+    if action.kind == "forward":
+        return _of_part(costs.forward, part)
+    if action.kind == "backward":
+        return _of_part(costs.backward, part)
+    return _of_part(costs.input_gradient if action.kind == "input_gradient" else costs.weight_gradient, part)
+
+
+def _of_part(given: Seconds, part: int) -> float:
+    return given[part] if isinstance(given, tuple) else given

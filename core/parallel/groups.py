@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from core.config.mapping import ParallelConfig
 from core.parallel.baton import Baton
-from core.parallel.mesh import Folding, Mesh, fold
+from core.parallel.mesh import Division, Mesh, fold
 from core.parallel.meter import Meter
 
 # A group does not inherit the timeout of the world: left alone, torch lets a collective that nobody answers wait half an hour.
@@ -91,6 +91,41 @@ _DENSE |= {"sequence": ("tp", "cp"), "tokens": ("tp", "cp", "dp"), "world": ("tp
 _EXPERT = {"etp": ("etp",), "ep": ("ep",), "edp": ("edp",), "experts": ("etp", "ep")}
 _CONTEXT = {"heads": ("cp.inner",), "ring": ("cp.outer",)}
 
+# Makes one group of a rank: the name under which it counts bytes, the division that it comes from, and the channel, if it must
+# share nothing with groups of other channels.
+MakeGroup = Callable[[str, Division, Pipe | None], Group]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Divisions:
+    """How a mesh divides its ranks into the groups of `Groups`, for all ranks at once: what real and planned groups share."""
+
+    named: Mapping[str, Division]
+    adjacent: Mapping[int, Division]
+
+    def assemble(self, make: MakeGroup) -> Groups:
+        """One rank's groups out of what `make` makes of each division, always in the same order."""
+        mine = {name: make(name, division, None) for name, division in self.named.items()}
+        adjacent = {n: make("replicas", division, None) for n, division in self.adjacent.items()}
+        pipes = {pipe: make("pp", self.named["pp"], pipe) for pipe in PIPES}
+        return Groups(**mine, adjacent=adjacent, pipes=pipes)
+
+
+def divide(mesh: Mesh, *, heads: int = 1, embedding_stages: tuple[int, ...] = (0,)) -> Divisions:
+    """The divisions of a mesh; heads and embedding_stages as for `make_groups`. Raises ValueError where heads does not divide cp."""
+    named: dict[str, Division] = {}
+    for folding, names in ((mesh.dense, _DENSE), (mesh.expert, _EXPERT), (mesh.dense.split("cp", heads), _CONTEXT)):
+        named |= {name: Division(folding=folding, axes=axes) for name, axes in names.items()}
+    stages = tuple(sorted(embedding_stages))
+    named["embedding"] = Division(folding=mesh.dense, axes=("cp", "dp", "pp"), stages=stages)
+    tp = mesh.dense.size("tp")
+    adjacent = {
+        n: Division(folding=mesh.dense.split("tp", n), axes=("tp.inner", "cp", "dp"))
+        for n in range(1, tp + 1)
+        if tp % n == 0
+    }
+    return Divisions(named=named, adjacent=adjacent)
+
 
 def one_rank(meter: Meter | None = None) -> Groups:
     """The groups of a world of one rank: nothing communicates."""
@@ -114,20 +149,10 @@ def make_groups(
     heads: size of the groups that exchange heads inside cp. embedding_stages: pipeline ranks that hold the embedding.
     timeout: how long a collective waits for the other ranks before it raises. meter, baton: what the groups are given.
     """
-    maker = _Maker(rank=rank, timeout=timeout, meter=meter, baton=baton)
-    mine: dict[str, Group] = {}
-    foldings = ((mesh.dense, _DENSE), (mesh.expert, _EXPERT), (mesh.dense.split("cp", heads), _CONTEXT))
-    for folding, names in foldings:
-        for name, axes in names.items():
-            mine[name] = maker.group(name, folding.groups(axes))
-    mine["embedding"] = maker.group("embedding", _holders(mesh.dense, embedding_stages))
-    adjacent = {}
-    tp = mesh.dense.size("tp")
-    for n in (n for n in range(1, tp + 1) if tp % n == 0):
-        folding = mesh.dense.split("tp", n)
-        adjacent[n] = maker.group("replicas", folding.groups(("tp.inner", "cp", "dp")))
-    pipes = {pipe: maker.group("pp", mesh.dense.groups(("pp",)), channel=pipe) for pipe in PIPES}
-    return Groups(**mine, adjacent=adjacent, pipes=pipes)
+    # In a fake world (core/parallel/fake.py) there are no others, and tens of thousands of groups would be made for nobody.
+    alone = dist.is_initialized() and dist.get_backend() == dist.Backend.FAKE
+    maker = _Maker(rank=rank, timeout=timeout, meter=meter, baton=baton, alone=alone)
+    return divide(mesh, heads=heads, embedding_stages=embedding_stages).assemble(maker.group)
 
 
 def groups_for(
@@ -151,40 +176,24 @@ def groups_for(
     )
 
 
-def _holders(dense: Folding, stages: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """For every position along tp, the ranks of the pipeline stages in `stages`; every other rank alone."""
-    at = dense.axes.index("pp")
-    held, alone = [], []
-    for ranks in dense.groups(("cp", "dp", "pp")):
-        held.append(tuple(rank for rank in ranks if dense.coordinates(rank)[at] in stages))
-        alone += [(rank,) for rank in ranks if dense.coordinates(rank)[at] not in stages]
-    return [ranks for ranks in (*held, *alone) if ranks]
-
-
 @dataclass(kw_only=True)
 class _Maker:
-    """Makes groups for one rank; those with equal ranks share one process group."""
+    """Makes groups for one rank; those with equal ranks share one process group. alone: no other rank makes any."""
 
     rank: int
     timeout: timedelta
     meter: Meter | None
     baton: Baton | None
+    alone: bool
     made: dict[tuple[Pipe | None, tuple[int, ...]], dist.ProcessGroup] = field(default_factory=dict)
 
-    def group(self, name: str, members: Iterable[tuple[int, ...]], channel: Pipe | None = None) -> Group:
-        """My one of the groups `members`, which are disjoint; channel: one that shares nothing with those of other channels."""
-        found: Group | None = None
-        for ranks in members:
+    def group(self, name: str, division: Division, channel: Pipe | None) -> Group:
+        """My group of a division; every rank makes all of its groups, and keeps its own."""
+        mine = division.members(self.rank)
+        for ranks in (mine,) if self.alone else division.groups():
             if len(ranks) > 1 and (channel, ranks) not in self.made:
                 self.made[channel, ranks] = dist.new_group(list(ranks), timeout=self.timeout)
-            if self.rank in ranks:
-                found = Group(
-                    ranks=ranks,
-                    position=ranks.index(self.rank),
-                    handle=self.made.get((channel, ranks)),
-                    axis=name,
-                    meter=self.meter,
-                    baton=self.baton,
-                )
-        assert found is not None, f"rank {self.rank} is in no group for {name}"
-        return found
+        handle = self.made.get((channel, mine))
+        assert len(mine) == 1 or handle is not None, f"rank {self.rank} is in no group for {name}"
+        position = mine.index(self.rank)
+        return Group(ranks=mine, position=position, handle=handle, axis=name, meter=self.meter, baton=self.baton)

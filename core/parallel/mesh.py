@@ -46,15 +46,19 @@ class Folding:
             rank = rank * size + position
         return rank
 
+    def first(self, rank: int, axes: tuple[str, ...]) -> int:
+        """The lowest rank of `rank`'s group over `axes`: what tells the groups apart."""
+        fixed = zip(self.axes, self.coordinates(rank), strict=True)
+        return self.rank_at(tuple(0 if axis in axes else c for axis, c in fixed))
+
     def members(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
         """The ranks that differ from `rank` only along `axes`, ascending: `rank`'s group over those axes."""
-        free = [axis in axes for axis in self.axes]
-        base = [0 if is_free else c for is_free, c in zip(free, self.coordinates(rank), strict=True)]
-        found = [tuple(base)]
-        for i, size in enumerate(self.sizes):
-            if free[i]:
-                found = [c[:i] + (j,) + c[i + 1 :] for c in found for j in range(size)]
-        return tuple(sorted(self.rank_at(c) for c in found))
+        found, stride = [self.first(rank, axes)], 1
+        for axis, size in zip(self.axes, self.sizes, strict=True):
+            if axis in axes:
+                found = [r + step for step in range(0, stride * size, stride) for r in found]
+            stride *= size
+        return tuple(found)
 
     def split(self, axis: str, inner: int) -> Folding:
         """The same ranks with `axis` folded once more: `axis.inner` of `inner` neighbours varies faster than `axis.outer`.
@@ -69,11 +73,8 @@ class Folding:
 
     def groups(self, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """Every group over `axes`, by first rank: together they hold each rank once."""
-        free = [axis in axes for axis in self.axes]
-        firsts: list[tuple[int, ...]] = [()]
-        for i, size in enumerate(self.sizes):
-            firsts = [c + (j,) for c in firsts for j in (range(1) if free[i] else range(size))]
-        return tuple(self.members(rank, axes) for rank in sorted(self.rank_at(c) for c in firsts))
+        fixed = tuple(axis for axis in self.axes if axis not in axes)
+        return tuple(self.members(first, axes) for first in self.members(0, fixed))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +88,50 @@ class Mesh:
     def world(self) -> int:
         """The number of ranks."""
         return self.dense.world
+
+
+@dataclass(frozen=True, kw_only=True)
+class Division:
+    """All ranks divided into groups: those that differ only along `axes` of `folding` belong together.
+
+    stages: where given, ascending places along pp, of `axes` too: only the ranks there belong together, every other one is alone.
+    """
+
+    folding: Folding
+    axes: tuple[str, ...]
+    stages: tuple[int, ...] | None = None
+
+    def first(self, rank: int) -> int:
+        """A rank that tells `rank`'s group from the others."""
+        if self.stages is None or self.stage(rank) in self.stages:
+            return self.folding.first(rank, self.axes)
+        return rank
+
+    def members(self, rank: int) -> tuple[int, ...]:
+        """The ranks of `rank`'s group, ascending."""
+        if self.stages is None:
+            return self.folding.members(rank, self.axes)
+        if self.stage(rank) not in self.stages:
+            return (rank,)
+        inner = tuple(axis for axis in self.axes if axis != "pp")
+        return tuple(r for stage in self.stages for r in self.folding.members(self._moved(rank, stage), inner))
+
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """Every group in one order that all ranks agree on, without the ranks that `stages` leaves alone."""
+        groups = self.folding.groups(self.axes)
+        if self.stages is None:
+            return groups
+        return tuple(self.members(self._moved(ranks[0], self.stages[0])) for ranks in groups) if self.stages else ()
+
+    def stage(self, rank: int) -> int:
+        """The place of `rank` along pp."""
+        return self.folding.coordinates(rank)[self.folding.axes.index("pp")]
+
+    def _moved(self, rank: int, stage: int) -> int:
+        """The rank at `rank`'s place of another stage."""
+        at = self.folding.axes.index("pp")
+        coordinates = self.folding.coordinates(rank)
+        return self.folding.rank_at((*coordinates[:at], stage, *coordinates[at + 1 :]))
 
 
 def fold(parallel: ParallelConfig, ranks: int) -> Mesh:

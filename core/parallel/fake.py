@@ -1,0 +1,68 @@
+"""Worlds that are not there: the groups of any rank by arithmetic, and a process group that moves no data.
+
+For shapes, boxes, shares and code paths of any rank on one machine; never for numbers.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from core.parallel.groups import Divisions, Group, Groups, Pipe, divide
+from core.parallel.mesh import Division, Mesh
+
+
+@dataclass(kw_only=True)
+class PlannedWorld:
+    """The planned groups of every rank of a mesh, one after the other: ranks of one group share the tuple of its members."""
+
+    divisions: Divisions
+    known: dict[tuple[Division, int], tuple[int, ...]] = field(default_factory=dict)
+
+    def groups(self, rank: int) -> Groups:
+        """As `planned_groups`. Raises ValueError outside the world."""
+        return self.divisions.assemble(partial(self._group, rank))
+
+    def _group(self, rank: int, name: str, division: Division, channel: Pipe | None) -> Group:
+        key = division, division.first(rank)
+        members = self.known.get(key)
+        if members is None:
+            members = self.known[key] = division.members(rank)
+        return Group(ranks=members, position=bisect_left(members, rank), handle=None, axis=name)
+
+
+def plan_world(mesh: Mesh, *, heads: int = 1, embedding_stages: tuple[int, ...] = (0,)) -> PlannedWorld:
+    """The planned groups of all ranks of `mesh`; heads and embedding_stages as for `make_groups`."""
+    return PlannedWorld(divisions=divide(mesh, heads=heads, embedding_stages=embedding_stages))
+
+
+def planned_groups(mesh: Mesh, rank: int, *, heads: int = 1, embedding_stages: tuple[int, ...] = (0,)) -> Groups:
+    """The groups of `rank` by arithmetic alone, for shapes and boxes ONLY: ranks and positions are those of `make_groups`, and no
+    group has a handle.
+
+    Collectives take a group without a handle for one of a single rank: over a planned group of several they would return what
+    they are given, or complain about its shape. To run collectives of a rank that is not there, use `fake_world`.
+    """
+    return plan_world(mesh, heads=heads, embedding_stages=embedding_stages).groups(rank)
+
+
+@contextmanager
+def fake_world(rank: int, ranks: int) -> Iterator[None]:
+    """Inside, this process is `rank` of an initialised world of `ranks` whose other ranks do not exist (torch's fake backend).
+
+    `groups_for` makes this rank's groups alone, all collectives return at once, and their results are meaningless: mostly the
+    rank's own data, sometimes whatever the memory held. Raises RuntimeError where a world is initialised already.
+    """
+    if dist.is_initialized():
+        raise RuntimeError("a fake world needs a process that is in no world yet: leave the other one first")
+    dist.init_process_group(dist.Backend.FAKE, store=FakeStore(), rank=rank, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

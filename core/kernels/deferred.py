@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 
 
@@ -21,6 +22,7 @@ class Deferred:
     def put(self, weight: nn.Parameter, gradient: Callable[[], Tensor]) -> None:
         """Remember to add `gradient()` to the gradient of `weight`."""
 
+        @torch.no_grad()
         def add() -> None:
             fresh = gradient()
             weight.grad = fresh if weight.grad is None else weight.grad.add_(fresh)

@@ -1,7 +1,8 @@
 """One pool of started gloo ranks for the whole test suite: a test sends a module-level function to some of them.
 
 The ranks are forked from a server that has imported torch once, so that starting (or restarting) them takes a fraction of
-a second. Every run gets a default process group of its own, of exactly as many ranks as it asks for.
+a second; only as many are started as the largest run so far has asked for. Every run gets a default process group of its own,
+of exactly as many ranks as it asks for.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-LARGEST_WORLD = 4
+LARGEST_WORLD = 8
 ROOT = Path(__file__).resolve().parent.parent
 GRACE_SECONDS = 1.0  # what the other ranks get to report once one has failed; they usually hang in a collective
 STACK_SECONDS = 2.0  # what a hanging rank gets to write its stack
@@ -70,7 +71,7 @@ class _Answers:
 
 
 class Ranks:
-    """The pool. It starts on first use, and after a failure a later run starts it afresh."""
+    """The pool. Ranks start when a run first needs them and are kept; after a failure all of them are replaced by new ones."""
 
     def __init__(self) -> None:
         self._workers: list[_Worker] = []
@@ -89,7 +90,7 @@ class Ranks:
             raise ValueError(
                 f"{function.__qualname__} must be defined at the top of its module to be sent to the ranks"
             )
-        self._start()
+        self._start(world)
         assert self._folder is not None
         self._runs += 1
         task = (function.__module__, function.__code__.co_filename, function.__name__, world, timeout_seconds)
@@ -119,14 +120,16 @@ class Ranks:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
 
-    def _start(self) -> None:
-        if self._workers:
+    def _start(self, world: int) -> None:
+        """Start the ranks of a world of this size that are not there yet."""
+        if len(self._workers) >= world:
             return
         context = multiprocessing.get_context("forkserver")
         # The last is what torch imports with the first optimizer, two seconds of work.
         context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])
-        self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
-        for rank in range(LARGEST_WORLD):
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+        for rank in range(len(self._workers), world):
             here, there = context.Pipe()
             log = self._folder / f"rank-{rank}.log"
             process = context.Process(target=_serve, args=(rank, there, str(log), str(ROOT)), daemon=True)

@@ -70,7 +70,7 @@ def _unpicklable(rank: int, world: int) -> object:
     return lambda: rank
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
 def test_a_run_sees_exactly_the_world_that_it_asked_for(ranks: Ranks, world: int) -> None:
     expected = 0.5 * sum(range(1, world + 1))
     assert ranks.run(_sum_of_ranks, world, 0.5) == [(rank, world, expected) for rank in range(world)]
@@ -85,7 +85,33 @@ def test_runs_of_changing_worlds_follow_each_other_in_the_same_processes(ranks: 
     assert len({process for process, _ in before}) == 4
 
 
-@pytest.mark.parametrize("world", [0, 5])
+def test_only_as_many_ranks_are_started_as_the_largest_run_so_far_asked_for() -> None:
+    pool = Ranks()
+    try:
+        two = pool.run(_process, 2)
+        assert len(pool._workers) == 2
+        three = pool.run(_process, 3)
+        assert len(pool._workers) == 3 and three[:2] == two
+        assert pool.run(_process, 1) == three[:1]
+        assert len(pool._workers) == 3 and pool.run(_process, 3) == three
+        assert pool.run(_sum_of_ranks, 3, 1.0) == [(rank, 3, 6.0) for rank in range(3)]
+    finally:
+        pool.close()
+
+
+def test_a_failure_replaces_every_rank_also_those_that_took_no_part() -> None:
+    pool = Ranks()
+    try:
+        before = {process for process, _ in pool.run(_process, 3)}
+        with pytest.raises(RankRaisedError):
+            pool.run(_raise_everywhere, 2)
+        assert not pool._workers
+        assert not before & {process for process, _ in pool.run(_process, 3)}
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize("world", [0, 9])
 def test_a_world_that_the_pool_does_not_have_is_refused(ranks: Ranks, world: int) -> None:
     with pytest.raises(ValueError, match=f"world={world}"):
         ranks.run(_echo, world)

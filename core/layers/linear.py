@@ -20,7 +20,7 @@ class Linear(nn.Module):
 
     Cut by rows, all tokens of the context rank go in and this rank's features come out; cut by columns, features go in and a
     part of the sum comes out. heads: rows form so many heads, which stay whole; where tp has more ranks than heads, neighbours
-    hold the same one.
+    hold the same one. Raises ValueError where neither of heads and ranks divides the other.
     """
 
     def __init__(
@@ -61,5 +61,7 @@ def _cut(shape: tuple[int, ...], cut: Cut, tp: Group) -> tuple[Box, int]:
 
 
 def _rows_of_heads(shape: tuple[int, ...], heads: int, tp: Group) -> tuple[Box, int]:
+    if heads % tp.size and tp.size % heads:
+        raise ValueError(f"{heads} heads lie neither evenly on {tp.size} ranks nor each on equally many of them")
     adjacent = max(1, tp.size // heads)
     return part(shape, 0, tp.position // adjacent, tp.size // adjacent), adjacent

@@ -25,6 +25,7 @@ class Packing:
     lengths: tokens of every whole sequence, in order. index_T: int64, the tokens of the microbatch that this rank of cp holds,
     sequence by sequence. positions_T, sequence_T: int64, of each of those its position in its sequence, and which sequence.
     rows: how many of them each rank of tp holds between attention layers, one stretch after the other; mine: this rank's.
+    shares: how many tokens each of the tp * cp ranks of the microbatch holds.
     """
 
     lengths: tuple[int, ...]
@@ -33,6 +34,7 @@ class Packing:
     sequence_T: Tensor
     rows: tuple[int, ...]
     mine: slice
+    shares: tuple[int, ...]
 
     @property
     def uniform(self) -> bool:
@@ -119,6 +121,8 @@ def _share(
         begin += length
     index_T = torch.cat(index).to(device)
     bounds = ends(index_T.numel(), tp[1])
+    places = [((r, ring[1]), (h, heads[1])) for r in range(ring[1]) for h in range(heads[1])]
+    held = [sum(held_tokens(length, *place) for length in lengths) for place in places]
     return Packing(
         lengths=lengths,
         index_T=index_T,
@@ -126,4 +130,5 @@ def _share(
         sequence_T=torch.cat(sequence).to(device),
         rows=tuple(b - a for a, b in pairwise(bounds)),
         mine=slice(bounds[tp[0]], bounds[tp[0] + 1]),
+        shares=tuple(b - a for tokens in held for a, b in pairwise(ends(tokens, tp[1]))),
     )

@@ -131,6 +131,18 @@ class SharedExperts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Capacity:
+    """An expert takes at most ceil(factor * top_k * tokens / experts) rows of a microbatch of `tokens` tokens; the others are dropped.
+
+    drop: which it keeps: those of the highest router `weight`, or of the earliest `position` in the microbatch. A dropped choice
+    adds nothing to its token; the weights of the remaining ones stay as they are (arXiv 2101.03961).
+    """
+
+    factor: float
+    drop: Literal["weight", "position"] = "weight"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Dense:
     """A SwiGLU MLP of width `ffn`."""
 
@@ -146,6 +158,7 @@ class MoE:
     expert_ffn: int
     router: Router
     shared: SharedExperts | None = None
+    capacity: Capacity | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,6 +57,28 @@ def weights_of(scores_TE: Tensor, experts_TK: Tensor, *, score: Score, normalise
     return chosen * scale if scale != 1.0 else chosen
 
 
+def within_capacity(
+    experts_TK: Tensor, weights_TK: Tensor, order_T: Tensor, *, experts: int, capacity: int, by_weight: bool
+) -> Tensor:
+    """Which choices their experts keep, at most `capacity` each: [T, K] bool.
+
+    experts_TK: -1 for a choice that is not routed, which nobody keeps. An expert keeps the choices of the highest weight, ties by
+    the lowest order_T; or without by_weight those of the lowest order_T.
+    """
+    top_k = experts_TK.shape[1]
+    flat = experts_TK.flatten()
+    order = order_T.repeat_interleave(top_k).argsort(stable=True)
+    if by_weight:
+        order = order[weights_TK.detach().flatten()[order].argsort(descending=True, stable=True)]
+    order = order[flat[order].argsort(stable=True)]
+    sorted_experts = flat[order]
+    counts = torch.bincount(sorted_experts + 1, minlength=experts + 1)
+    place = torch.arange(order.numel(), device=order.device) - (counts.cumsum(0) - counts)[sorted_experts + 1]
+    kept = torch.empty_like(flat, dtype=torch.bool)
+    kept[order] = (place < capacity) & (sorted_experts >= 0)
+    return kept.view_as(experts_TK)
+
+
 def balance_scores(logits_TE: Tensor, score: Score) -> Tensor:
     """Probabilities over all experts that the auxiliary losses see, apart from the routing: [T, E], rows add up to 1."""
     if score == "sigmoid":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from core.attention.packing import Packing
 from core.config.architecture import MoE
 from core.layers.mlp import SwiGLU
 from core.layers.place import Place
@@ -29,13 +30,13 @@ class MoELayer(nn.Module):
     def forward(
         self,
         hidden_TH: Tensor,
-        rows_of_tp: tuple[int, ...],
+        packing: Packing,
         scope: BalanceScope | None = None,
         valid_T: Tensor | None = None,
     ) -> tuple[Tensor, Routing]:
-        """rows_of_tp: tokens of each rank of tp, of which hidden holds mine. `scope` is given in training; valid_T: bool, False for
-        padding, which reaches no expert."""
-        routing = self.router(hidden_TH, scope, valid_T)
+        """packing says which tokens of the microbatch hidden holds. `scope` is given in training; valid_T: bool, False for padding,
+        which reaches no expert."""
+        routing = self.router(hidden_TH, packing, scope, valid_T)
         rows, plan = self.dispatcher.dispatch_preprocess(hidden_TH, routing)
         rows = self.dispatcher.dispatch(rows, plan)
         arrived, plan = self.dispatcher.dispatch_postprocess(rows, plan)
@@ -43,7 +44,7 @@ class MoELayer(nn.Module):
         out = self.dispatcher.combine(out, plan)
         out = self.dispatcher.combine_postprocess(out, plan)
         if self.shared is not None:
-            out = out + self.shared(hidden_TH, rows_of_tp)
+            out = out + self.shared(hidden_TH, packing.rows)
         return out, routing
 
 

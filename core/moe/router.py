@@ -8,11 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from core.attention.packing import Packing
 from core.config.architecture import ExpertBias, MoE
 from core.kernels.backend import wide_dtype
 from core.kernels.routing import choose, scores_of, weights_of
 from core.layers.place import Place
 from core.moe.balance import BalanceLosses, BalanceScope, balance_losses
+from core.moe.capacity import kept_choices
 from core.state.box import whole
 from core.state.spec import Constant, Normal, TensorSpec
 
@@ -21,8 +23,8 @@ from core.state.spec import Constant, Normal, TensorSpec
 class Routing:
     """Where a layer's tokens go.
 
-    experts_TK: int64 expert of every choice, -1 for padding. weights_TK: float32, with gradient. counts_E: int64 choices per
-    expert on this rank, padding left out. balance: losses, None outside training.
+    experts_TK: int64 expert of every choice, -1 for padding and for what an expert had no room for. weights_TK: float32, with gradient. counts_E: int64 choices per
+    expert on this rank, of what is routed. balance: losses, None outside training.
     """
 
     experts_TK: Tensor
@@ -42,6 +44,7 @@ class Router(nn.Module):
         self.init_std = init_std
         # Whole on every rank of tp, each of which routes other tokens.
         self.adjacent = place.groups.tp.size
+        self.sequence = place.groups.sequence
         self.weight = nn.Parameter(place.empty(config.experts, hidden))
         biased = any(isinstance(balance, ExpertBias) for balance in config.router.balance)
         bias = torch.zeros(config.experts, dtype=torch.float32, device=place.device) if biased else None
@@ -59,8 +62,10 @@ class Router(nn.Module):
             found["bias"] = replace(spec, shape=size, box=whole(size), init=zero, decay=False, trained=False)
         return found
 
-    def forward(self, hidden_TH: Tensor, scope: BalanceScope | None, valid_T: Tensor | None = None) -> Routing:
-        """Route [T, hidden]; `scope` is given in training, when balance losses are wanted."""
+    def forward(
+        self, hidden_TH: Tensor, packing: Packing, scope: BalanceScope | None, valid_T: Tensor | None = None
+    ) -> Routing:
+        """Route my tokens [T, hidden]; `scope` is given in training, when balance losses are wanted."""
         router, experts = self.config.router, self.config.experts
         wide = wide_dtype(hidden_TH.dtype)
         logits = F.linear(hidden_TH.to(wide), self.weight.to(wide))
@@ -70,6 +75,16 @@ class Router(nn.Module):
         if valid_T is not None:
             chosen = chosen.masked_fill(~valid_T[:, None], -1)
             weights = weights * valid_T[:, None]
+        if self.config.capacity is not None:
+            kept = kept_choices(
+                chosen,
+                weights,
+                packing,
+                experts=experts,
+                capacity=self.config.capacity,
+                sequence=self.sequence,
+            )
+            chosen, weights = chosen.masked_fill(~kept, -1), weights * kept
         counts = torch.bincount((chosen.flatten() + 1), minlength=experts + 1)[1:]
         balance = None if scope is None else balance_losses(logits, router, self.config.top_k, scope)
         return Routing(experts_TK=chosen, weights_TK=weights, counts_E=counts, balance=balance)

@@ -46,5 +46,5 @@ class Block(nn.Module):
         scope = None
         if context.balance is not None:
             scope = context.balance.scope(self.path, context.packing, context.valid_T)
-        out, routing = self.mlp(normed, context.packing.rows, scope, context.valid_T)
+        out, routing = self.mlp(normed, context.packing, scope, context.valid_T)
         return hidden_TH + out, routing

@@ -8,7 +8,7 @@ way, so one execution proves all.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from core.pipeline.action import Action, Schedule
 from core.pipeline.schedule import FORWARD_ONLY
@@ -100,10 +100,11 @@ def _incomplete(schedule: Schedule) -> Iterator[str]:
     """What is not done, sent or received, or too often, or for nobody."""
     trains = schedule.name != FORWARD_ONLY
     for rank, actions in enumerate(schedule.ranks):
-        done = Counter([key for action in actions for key in _keys(action)])
-        wanted = _wanted(schedule, rank, done, trains)
-        if done.keys() == wanted and max(done.values()) == 1:
+        keys = _keys(actions)
+        wanted = _wanted(schedule, rank, set(keys), trains)
+        if len(keys) == len(wanted) and wanted == set(keys):
             continue
+        done = Counter(keys)
         for key in sorted(done.keys() | wanted):
             if done[key] == 0:
                 yield f"rank {rank}: the {_words(key)} is missing"
@@ -113,7 +114,7 @@ def _incomplete(schedule: Schedule) -> Iterator[str]:
                 yield f"rank {rank}: the {_words(key)} is done {done[key]} times"
 
 
-def _wanted(schedule: Schedule, rank: int, done: Counter[Key], trains: bool) -> set[Key]:
+def _wanted(schedule: Schedule, rank: int, done: set[Key], trains: bool) -> set[Key]:
     """Every key that a rank must have once. A backward may be whole or halved: whole, unless a half of it is there alone."""
     wanted: list[Key] = []
     microbatches = range(schedule.microbatches)
@@ -127,21 +128,22 @@ def _wanted(schedule: Schedule, rank: int, done: Counter[Key], trains: bool) -> 
             kinds += ["send_activation", "receive_gradient"][: 1 + trains]
         wanted += [(kind, chunk, j) for kind in kinds for j in microbatches]
         for j in microbatches if trains else ():
-            halved = ("input_gradient", chunk, j) in done or ("weight_gradient", chunk, j) in done
-            if halved and ("backward", chunk, j) not in done:
-                wanted += [("input_gradient", chunk, j), ("weight_gradient", chunk, j)]
-            else:
-                wanted.append(("backward", chunk, j))
+            halves, whole = [("input_gradient", chunk, j), ("weight_gradient", chunk, j)], ("backward", chunk, j)
+            wanted += halves if whole not in done and not done.isdisjoint(halves) else [whole]
     return set(wanted)
 
 
-def _keys(action: Action) -> tuple[Key, ...]:
-    """What an action does; a combined one does two things."""
-    if action.kind == "combined":
-        assert action.backward_chunk is not None and action.backward_microbatch is not None, "checked before"
-        backward = ("backward", action.backward_chunk, action.backward_microbatch)
-        return ("forward", action.chunk, action.microbatch), backward
-    return ((action.kind, action.chunk, action.microbatch),)
+def _keys(actions: Sequence[Action]) -> list[Key]:
+    """What the actions do; a combined one does two things."""
+    keys: list[Key] = []
+    for action in actions:
+        if action.kind == "combined":
+            assert action.backward_chunk is not None and action.backward_microbatch is not None, "checked before"
+            keys.append(("forward", action.chunk, action.microbatch))
+            keys.append(("backward", action.backward_chunk, action.backward_microbatch))
+        else:
+            keys.append((action.kind, action.chunk, action.microbatch))
+    return keys
 
 
 class _Machine:

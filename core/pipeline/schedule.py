@@ -86,11 +86,9 @@ def forward_only(*, stages: int, virtual: int, microbatches: int) -> Schedule:
 def _aligned(stages: int, virtual: int, microbatches: int, ahead: int) -> Iterable[tuple[Pair | None, Pair | None]]:
     """Forward and backward of every step of a rank whose forwards are `ahead` steps early; None where there is none."""
     whole = padded(stages, virtual, microbatches)
-    forwards: list[Pair | None] = [*forward_order(stages, virtual, whole)]
-    backwards: list[Pair | None] = [*[None] * min(ahead, len(forwards)), *backward_order(stages, virtual, whole)]
-    for pair in zip_longest(forwards, backwards):
-        forward, backward = (half if half and half[1] < microbatches else None for half in pair)
-        yield forward, backward
+    forwards = [pair if pair[1] < microbatches else None for pair in forward_order(stages, virtual, whole)]
+    backwards = [pair if pair[1] < microbatches else None for pair in backward_order(stages, virtual, whole)]
+    return zip_longest(forwards, [*[None] * min(ahead, len(forwards)), *backwards])
 
 
 def _in_turn(forward: Pair | None, backward: Pair | None) -> list[Action]:

@@ -1,4 +1,4 @@
-"""Grouped-query attention against the published Qwen3 and Mixtral attention, values and gradients, packed."""
+"""Grouped-query attention against the published Qwen3 and Mixtral attention, values and gradients, packed, and over tp."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from core.attention.packing import packing_of
 from core.attention.rope import rotated_dimensions, rotation
 from core.config.architecture import GQA, Dense, Layer, ModelConfig, RMSNorm, Rope, Yarn
 from core.state.inventory import declared
+from tests.core.attention import spread
 from tests.core.layers.places import place
 from tests.core.numbers import draw, near
+from tests.ranks import Ranks
 
 HIDDEN = 12
 
@@ -115,3 +117,50 @@ def test_names_and_shapes_are_canonical() -> None:
     without = build(GQA(heads=4, kv_heads=2, head_dim=6), Rope(theta=1e4))
     assert set(declared(without)) == {f"{n}.weight" for n in ("query", "key", "value", "output")}
     assert rotated_dimensions(config) == 6
+
+
+def heads_over(heads: int, kv_heads: int, norm: bool = False) -> GQA:
+    return GQA(heads=heads, kv_heads=kv_heads, head_dim=4, head_norm=RMSNorm(eps=1e-6) if norm else None)
+
+
+# As many key/value heads as ranks, more, fewer, and one for all; sequences of odd lengths, one token, none.
+SPREAD = {
+    1: [spread.Job(attention=heads_over(4, 2, norm=True), lengths=(3, 4))],
+    2: [
+        spread.Job(attention=heads_over(4, kv, norm), lengths=lengths)
+        for kv, norm, lengths in ((4, True, (7,)), (2, False, (1, 4, 2)), (1, True, (1,)), (1, False, ()))
+    ],
+    3: [spread.Job(attention=heads_over(3, kv, norm=True), lengths=(5, 1, 5)) for kv in (3, 1)],
+    4: [
+        spread.Job(attention=heads_over(heads, kv, norm), lengths=lengths)
+        for heads, kv, norm, lengths in (
+            (4, 2, True, (3, 7, 1)), (8, 2, False, (2,)), (4, 1, True, (6, 5)), (8, 8, False, (4, 4)),
+        )
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_heads_and_tokens_on_several_ranks_make_what_one_rank_makes(ranks: Ranks, world: int) -> None:
+    found = ranks.run(spread.run, world, SPREAD[world])
+    for i, job in enumerate(SPREAD[world]):
+        spread.check([rank[i] for rank in found], job)
+
+
+def test_key_and_value_heads_lie_on_as_many_neighbours_as_share_them(ranks: Ranks) -> None:
+    found = ranks.run(spread.run, 4, [SPREAD[4][0]])
+    held = [rank[0].share.pieces for rank in found]
+    for name in ("key.weight", "value.weight"):
+        assert [pieces[name].holders for pieces in held] == [(0, 1), (0, 1), (2, 3), (2, 3)]
+        assert [pieces[name].box.offset for pieces in held] == [(0, 0), (0, 0), (4, 0), (4, 0)]
+    assert [pieces["query.weight"].box.offset for pieces in held] == [(0, 0), (4, 0), (8, 0), (12, 0)]
+    assert [pieces["output.weight"].box.offset for pieces in held] == [(0, 0), (0, 4), (0, 8), (0, 12)]
+    for name in ("query_norm.weight", "key_norm.weight"):
+        assert [pieces[name].holders for pieces in held] == [(0, 1, 2, 3)] * 4
+
+
+def test_hidden_states_are_gathered_once_and_the_sums_scattered_once_each_way(ranks: Ranks) -> None:
+    jobs = [SPREAD[4][0], SPREAD[4][3]]
+    found = ranks.run(spread.run, 4, jobs)
+    for i in range(len(jobs)):
+        spread.check_bytes([rank[i] for rank in found], spread.HIDDEN)

@@ -1,6 +1,8 @@
-"""Latent attention against the published DeepSeek-V3 attention, values and gradients, packed, with and without YaRN."""
+"""Latent attention against the published DeepSeek-V3 attention, values and gradients, packed, with and without YaRN, and over tp."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,8 +13,10 @@ from core.attention.packing import packing_of
 from core.attention.rope import rotated_dimensions, rotation
 from core.config.architecture import MLA, Dense, Layer, ModelConfig, RMSNorm, Rope, Yarn
 from core.state.inventory import declared
+from tests.core.attention import spread
 from tests.core.layers.places import place
 from tests.core.numbers import draw, near
+from tests.ranks import Ranks
 
 HIDDEN = 12
 PLAIN, STRETCHED = Rope(theta=1e4), Yarn(theta=1e4, factor=40.0, trained_tokens=64, mscale=1.0, mscale_all_dim=1.0)
@@ -121,3 +125,44 @@ def test_names_and_shapes_are_canonical() -> None:
         found = declared(build(mla(query_rank), PLAIN))
         assert {name: entry.spec.shape for name, entry in found.items()} == {**queries, **shared}
     assert rotated_dimensions(mla(None)) == 4
+
+
+def over(heads: int, query_rank: int | None) -> MLA:
+    return replace(mla(query_rank), heads=heads, latent_rank=3, nope_dim=5, rope_dim=2, value_dim=4)
+
+
+SPREAD = {
+    1: [spread.Job(attention=over(3, 5), lengths=(3, 4))],
+    2: [
+        spread.Job(attention=over(heads, query_rank), lengths=lengths)
+        for heads, query_rank, lengths in ((2, 5, (7,)), (4, None, (1, 4, 2)), (2, None, (1,)), (2, 5, ()))
+    ],
+    3: [spread.Job(attention=over(3, query_rank), lengths=(5, 1, 5)) for query_rank in (5, None)],
+    4: [spread.Job(attention=over(4, 5), lengths=(3, 7, 1)), spread.Job(attention=over(8, None), lengths=(4, 4))],
+}
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_heads_and_tokens_on_several_ranks_make_what_one_rank_makes(ranks: Ranks, world: int) -> None:
+    found = ranks.run(spread.run, world, SPREAD[world])
+    for i, job in enumerate(SPREAD[world]):
+        spread.check([rank[i] for rank in found], job)
+
+
+def test_up_projections_and_output_are_cut_between_heads_and_the_rest_is_on_every_rank(ranks: Ranks) -> None:
+    held = [rank[0].share.pieces for rank in ranks.run(spread.run, 4, [SPREAD[4][0]])]
+    rows = {"query_up.weight": 7, "latent_up.weight": 9}
+    for name in ("query_down.weight", "query_norm.weight", "latent_down.weight", "latent_norm.weight"):
+        assert [pieces[name].holders for pieces in held] == [(0, 1, 2, 3)] * 4, name
+    for name, each in rows.items():
+        assert [pieces[name].box.offset[0] for pieces in held] == [0, each, 2 * each, 3 * each], name
+        assert [pieces[name].holders for pieces in held] == [(0,), (1,), (2,), (3,)], name
+    assert [pieces["output.weight"].box.offset for pieces in held] == [(0, 0), (0, 4), (0, 8), (0, 12)]
+
+
+def test_only_latents_are_gathered(ranks: Ranks) -> None:
+    """Of each token query_rank + latent_rank + rope_dim numbers; the hidden states only where queries rise from them."""
+    jobs = [SPREAD[4][0], SPREAD[4][1]]
+    found = ranks.run(spread.run, 4, jobs)
+    for i, queries in enumerate((5, spread.HIDDEN)):
+        spread.check_bytes([rank[i] for rank in found], queries + 3 + 2)

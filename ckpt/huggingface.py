@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ckpt.agree import each, on_first, together
@@ -29,12 +30,13 @@ from ckpt.store.safetensors import (
     write_shard,
 )
 from ckpt.translate import Export, copy_names, export_state, import_state
-from core.check import UNBUILT_AXES, check_model
-from core.config.architecture import ModelConfig, MoE
+from core.check import check_mapping, check_model
+from core.config.architecture import ModelConfig
 from core.config.family import Family, all_families, find_family
 from core.config.mapping import ParallelConfig
 from core.errors import CheckpointError, ConfigError, RequestError
 from core.parallel.groups import Groups, groups_for, one_rank
+from core.pipeline.layout import layout_of
 from core.state.inventory import inventory
 from core.state.rules import Choice, Derived, Rule, choose, match, pieces
 from core.state.sharded import ShardedTensor
@@ -114,9 +116,9 @@ def load_pretrained(
     text, config = _read_config(folder)
     family = _family_of(folder, config)
     declared = _declared(folder, family, config)
-    groups = one_rank() if parallel is None else _groups(parallel, declared)
     with open_folder(folder) as opened:
         loaded, choice = _choose(family, declared, opened, mtp)
+        groups = one_rank() if parallel is None else _groups(parallel, loaded)
         model = build_model(loaded, groups=groups, parallel=parallel, dtype=dtype, device=device)
         targets = inventory(model, groups)
         import_state(family.huggingface.rules(loaded), choice, targets, opened.read)
@@ -240,17 +242,12 @@ def _declared(folder: Path, family: Family, config: Mapping[str, Any]) -> ModelC
 
 
 def _groups(parallel: ParallelConfig, model: ModelConfig) -> Groups:
-    """This rank's groups. Raises RequestError where the mapping fits neither the model nor the world."""
-    degrees = {"tp": parallel.tp, "cp": parallel.cp, "pp": parallel.pp, "etp": parallel.etp}
-    unbuilt = [f"parallel.{axis}={degrees[axis]} must be 1" for axis in UNBUILT_AXES if degrees[axis] != 1]
-    experts = sorted({layer.mlp.experts for _, layer in model.all_layers() if isinstance(layer.mlp, MoE)})
-    uneven = [f"parallel.ep={parallel.ep} must divide the {count} experts" for count in experts if count % parallel.ep]
-    if unbuilt or uneven:
-        raise RequestError("the model cannot be loaded under this mapping: " + "; ".join(unbuilt + uneven))
-    try:
-        return groups_for(parallel)
-    except ValueError as error:
-        raise RequestError(f"the model cannot be loaded under this mapping: {error}") from error
+    """This rank's groups. Raises RequestError with every fault where the mapping does not fit the model or the world."""
+    faults = check_mapping(model, parallel, dist.get_world_size() if dist.is_initialized() else 1)
+    if faults:
+        lines = ["the model cannot be loaded under this mapping:", *(f"  {fault}" for fault in faults)]
+        raise RequestError("\n".join(lines))
+    return groups_for(parallel, embedding_stages=layout_of(model, parallel).embedding_stages(model.tied_embeddings))
 
 
 def _choose(family: Family, declared: ModelConfig, opened: Folder, mtp: Ahead) -> tuple[ModelConfig, Choice]:

@@ -73,7 +73,7 @@ BAD: list[tuple[Rule, dict[str, str], str]] = [
     ),
     (rules.imports_are_static, {"launch/a.py": "importlib.import_module(name)"}, "launch/a.py:1"),
     (rules.imports_are_static, {"core/moe/a.py": "x = __import__('y')"}, "core/moe/a.py:1"),
-    (rules.light_modules_do_not_name_torch, {"core/check.py": "from torch.nn import Linear"}, "core/check.py:1"),
+    (rules.light_modules_do_not_name_torch, {"core/check/a.py": "from torch.nn import Linear"}, "core/check/a.py:1"),
     (rules.light_modules_do_not_name_torch, {"models/x/a.py": "def f():\n    import torch"}, "models/x/a.py:2"),
     (
         rules.light_modules_do_not_name_torch,
@@ -150,7 +150,7 @@ GOOD: list[tuple[Rule, dict[str, str]]] = [
         {"core/moe/a.py": "import core.moe.b, core.moe.c", "core/moe/b.py": "import core.moe.c"},
     ),
     (rules.imports_are_static, {"core/config/family.py": "importlib.import_module(name)"}),
-    (rules.light_modules_do_not_name_torch, {"core/moe/a.py": "import torch", "core/check.py": "import torchless"}),
+    (rules.light_modules_do_not_name_torch, {"core/moe/a.py": "import torch", "core/check/a.py": "import torchless"}),
     (rules.light_modules_do_not_name_torch, {"launch/backends/local.py": "def f():\n    import torch"}),
     (
         rules.declarations_are_frozen,

@@ -125,8 +125,8 @@ def test_a_dtype_that_no_model_has_is_refused(folder: Path, dtype: Any) -> None:
 @pytest.mark.parametrize(
     ("parallel", "says"),
     [
-        (ParallelConfig(ep=5), "parallel.ep=5 must divide the 12 experts"),
-        (ParallelConfig(tp=2), "parallel.tp=2 must be 1"),
+        (ParallelConfig(ep=5), r"parallel\.ep=5: must divide model\.moe\.experts=12"),
+        (ParallelConfig(tp=2), r"--ranks=1: must be a multiple of parallel\.tp\*cp\*pp=2"),
     ],
 )
 def test_a_mapping_that_does_not_fit_is_refused(folder: Path, parallel: ParallelConfig, says: str) -> None:

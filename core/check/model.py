@@ -1,0 +1,116 @@
+"""Every rule over a model alone, whatever it runs on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from core.check.words import above, at_least, even, nearest, positive
+from core.config.architecture import GQA, AuxLoss, Dense, ExpertBias, ModelConfig, MoE, Router, Yarn, ZLoss
+from core.errors import Fault
+
+# A byte-level vocabulary holds every byte and one mark between documents.
+SMALLEST_VOCAB = 257
+
+
+def check_model(model: ModelConfig) -> tuple[Fault, ...]:
+    """Every fault of a model alone, whatever it runs on."""
+    found = [*_sizes(model)]
+    for _, layer in model.all_layers():
+        found += _gqa(layer.attention) if isinstance(layer.attention, GQA) else _mla(layer.attention)
+        found += positive("model.dense", layer.mlp, "ffn") if isinstance(layer.mlp, Dense) else _moe(layer.mlp)
+    return tuple(dict.fromkeys(found))
+
+
+def _sizes(model: ModelConfig) -> Iterator[Fault]:
+    yield from positive("model", model, "hidden", "max_tokens")
+    if model.vocab < SMALLEST_VOCAB:
+        rule = "must hold the 256 bytes and the mark between documents"
+        yield Fault(setting="model.vocab", value=model.vocab, rule=rule, works=f"{SMALLEST_VOCAB} or more")
+    if not model.layers:
+        yield Fault(setting="model.num_layers", value=0, rule="must be positive", works="1 or more")
+    yield from above("model.norm.eps", model.norm.eps, 0)
+    yield from above("model.rope.theta", model.rope.theta, 1)
+    yield from above("model.init_std", model.init_std, 0)
+    if isinstance(model.rope, Yarn):
+        yield from at_least("model.rope.factor", model.rope.factor, 1)
+        yield from positive("model.rope", model.rope, "trained_tokens")
+    if model.predict_ahead:
+        yield from positive("model.predict_ahead", model.predict_ahead, "depth")
+        yield from at_least("model.predict_ahead.loss_weight", model.predict_ahead.loss_weight, 0)
+
+
+def _gqa(attention: GQA) -> Iterator[Fault]:
+    faults = tuple(positive("model.attention", attention, "heads", "kv_heads", "head_dim"))
+    yield from faults
+    if faults:
+        return
+    if attention.heads % attention.kv_heads:
+        works = nearest(attention.kv_heads, lambda n: attention.heads % n == 0)
+        rule = f"must divide model.attention.heads={attention.heads}"
+        yield Fault(setting="model.attention.kv_heads", value=attention.kv_heads, rule=rule, works=works)
+    yield from even("model.attention.head_dim", attention.head_dim)
+
+
+def _mla(attention: Any) -> Iterator[Fault]:
+    yield from positive("model.attention", attention, "heads", "latent_rank", "nope_dim", "rope_dim", "value_dim")
+    if attention.query_rank is not None:
+        yield from positive("model.attention", attention, "query_rank")
+    yield from even("model.attention.rope_dim", attention.rope_dim)
+
+
+def _moe(moe: MoE) -> Iterator[Fault]:
+    yield from positive("model.moe", moe, "experts", "top_k", "expert_ffn")
+    if moe.top_k > moe.experts > 0:
+        rule = f"must be at most model.moe.experts={moe.experts}"
+        yield Fault(setting="model.moe.top_k", value=moe.top_k, rule=rule, works=f"1 to {moe.experts}")
+    if moe.shared:
+        yield from positive("model.moe.shared", moe.shared, "count")
+    yield from _router(moe.router)
+    if moe.router.groups and moe.experts > 0 and moe.top_k > 0:
+        yield from _groups(moe)
+
+
+def _router(router: Router) -> Iterator[Fault]:
+    yield from above("model.moe.router.scale", router.scale, 0)
+    if router.score == "softmax_after_top_k" and router.normalise:
+        rule = "has no meaning with model.moe.router.score=softmax_after_top_k, whose weights sum to one already"
+        yield Fault(setting="model.moe.router.normalise", value=True, rule=rule, works="false, or score=softmax")
+    scopes = [part.scope for part in router.balance if isinstance(part, AuxLoss)]
+    kinds = [type(part).__name__ for part in router.balance if not isinstance(part, AuxLoss)]
+    for name in sorted({name for name in [*scopes, *kinds] if [*scopes, *kinds].count(name) > 1}):
+        rule = "stands twice among the balances of one router"
+        yield Fault(setting="model.moe.router.balance", value=name, rule=rule, works="one of each kind and scope")
+    for part in router.balance:
+        if isinstance(part, (AuxLoss, ZLoss)):
+            yield from at_least(f"model.moe.router.balance.{type(part).__name__}.coefficient", part.coefficient, 0)
+        else:
+            yield from at_least("model.moe.router.balance.ExpertBias.rate", part.rate, 0)
+    if router.score != "sigmoid" and any(isinstance(part, ExpertBias) for part in router.balance):
+        rule = "cannot carry an ExpertBias, which is added to sigmoid scores"
+        yield Fault(setting="model.moe.router.score", value=router.score, rule=rule, works="sigmoid")
+
+
+def _groups(moe: MoE) -> Iterator[Fault]:
+    groups = moe.router.groups
+    assert groups is not None, "asked about the groups of a router without any"
+    faults = tuple(positive("model.moe.router.groups", groups, "total", "kept", "best"))
+    yield from faults
+    if faults:
+        return
+    key = "model.moe.router.groups"
+    if moe.experts % groups.total:
+        works = nearest(groups.total, lambda n: moe.experts % n == 0)
+        rule = f"must divide model.moe.experts={moe.experts}"
+        yield Fault(setting=f"{key}.total", value=groups.total, rule=rule, works=works)
+        return
+    per_group = moe.experts // groups.total
+    least, most = math.ceil(moe.top_k / per_group), groups.total
+    if not least <= groups.kept <= most:
+        rule = (
+            f"must be at most {key}.total={groups.total}, and hold the model.moe.top_k={moe.top_k} experts of a token "
+            f"in groups of {per_group}"
+        )
+        works = f"{least} to {most}" if least < most else f"{least}" if least == most else "a smaller model.moe.top_k"
+        yield Fault(setting=f"{key}.kept", value=groups.kept, rule=rule, works=works)

@@ -152,7 +152,7 @@ def _gather(x: Tensor, counts: Rows, group: Group) -> Tensor:
     group.count("all_gather", (group.size - 1) * x.nbytes)
     out = x.new_empty((sum(counts), *x.shape[1:]))
     if out.numel():  # empty here means empty on every rank
-        group.wait(dist.all_gather_into_tensor(out, x.contiguous(), group=group.handle, async_op=True))
+        group.wait(dist.all_gather_single(out, x.contiguous(), group=group.handle, async_op=True))
     return out
 
 

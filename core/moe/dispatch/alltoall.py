@@ -70,11 +70,11 @@ class AllToAllDispatcher:
         return Rows(hidden=send(rows.hidden), weights=send(rows.weights))
 
     def dispatch_postprocess(self, rows: Rows, plan: AllToAllPlan) -> tuple[ExpertRows, AllToAllPlan]:
-        """From (peer, expert) order, in which rows arrive, to (expert, peer) order."""
+        """From (peer, expert) order, in which rows arrive, to (expert, peer) order, peers in the order of the ranks."""
         counts = tuple(sum(column) for column in zip(*plan.arrived, strict=True))
         if len(plan.arrived) == 1:
             return ExpertRows(hidden_RH=rows.hidden, weights_R=rows.weights, counts=counts), plan
-        by_expert = _pieces_by_expert(plan.arrived, rows.hidden.device)
+        by_expert = _pieces_by_expert(plan.arrived, self.etp.size, rows.hidden.device)
         hidden, weights = permute(rows.hidden, by_expert), permute(rows.weights[:, None], by_expert)[:, 0]
         return ExpertRows(hidden_RH=hidden, weights_R=weights, counts=counts), replace(plan, by_expert=by_expert)
 
@@ -92,10 +92,16 @@ class AllToAllDispatcher:
         return unpermute(rows_RH, plan.mine)
 
 
-def _pieces_by_expert(arrived: list[list[int]], device: torch.device) -> RowMap:
-    """The map that reorders pieces from (peer, expert) to (expert, peer), rows inside a piece staying in order."""
+def _pieces_by_expert(arrived: list[list[int]], etp: int, device: torch.device) -> RowMap:
+    """The map that reorders pieces from (peer, expert) to (expert, peer), rows inside a piece staying in order.
+
+    Peers arrive as (peer of etp, peer of ep) and land as (peer of ep, peer of etp), the order of the ranks: so an expert sees its
+    rows, and sums over them, in the order in which the all-gather dispatcher brings them.
+    """
     sizes = torch.tensor(arrived, dtype=torch.int64)
     starts = (sizes.flatten().cumsum(0) - sizes.flatten()).view_as(sizes)
+    by_rank = torch.arange(len(arrived)).view(etp, -1).T.flatten()
+    sizes, starts = sizes[by_rank], starts[by_rank]
     lengths = sizes.T.flatten()
     # Row numbers run on inside a piece; at each new piece they jump from where it lands to where it lay.
     landed = lengths.cumsum(0) - lengths

@@ -33,8 +33,16 @@ def scope_of(
     seen: Load | None = None,
     group: Group = ALONE,
 ) -> BalanceScope:
-    valid_T = None if valid is None else torch.tensor(valid, dtype=torch.bool)
-    return BalanceScope(lengths=tuple(lengths), valid_T=valid_T, global_tokens=total, seen=seen, tokens=group)
+    """The scope of a rank that holds whole sequences of these lengths; group: the ranks of the global batch."""
+    return BalanceScope(
+        sequence_T=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.int64)),
+        sequences=len(lengths),
+        valid_T=None if valid is None else torch.tensor(valid, dtype=torch.bool),
+        global_tokens=total,
+        seen=seen,
+        sequence=ALONE,
+        tokens=group,
+    )
 
 
 def random_logits(tokens: int, experts: int, seed: int = 0) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from core.config.architecture import MoE, Router
 from core.config.mapping import DispatcherName, ParallelConfig
-from core.layers.place import Place
 from core.moe.dispatch.allgather import AllGatherDispatcher
 from core.moe.dispatch.alltoall import AllToAllDispatcher
 from core.moe.experts import Experts
 from core.moe.layer import make_dispatcher
 from core.moe.router import Routing
-from core.parallel.groups import Group, groups_for, one_rank
+from core.parallel.groups import Group, Groups, groups_for, one_rank
 from core.state.inventory import initialise, inventory
+from tests.core.shares import Piece, check_pieces, gradients_of, pieces_of, place_on
 from tests.ranks import Ranks
 
 HIDDEN, FFN, TOP_K = 6, 8, 3
@@ -27,26 +27,44 @@ NAMES: tuple[DispatcherName, ...] = ("allgather", "alltoall")
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Tokens of each rank, and the experts [all tokens, K] that they choose, -1 for none."""
+    """Tokens of each rank, and the experts [all tokens, K] that they choose, -1 for none; and how experts lie on the ranks."""
 
     experts: int
     cuts: tuple[int, ...]
     chosen: tuple[tuple[int, ...], ...]
+    ffn: int = FFN
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def mine(self, tensor: Tensor, rank: int) -> Tensor:
         """This rank's rows of a tensor over all tokens."""
         return tensor.split(list(self.cuts))[rank].clone()
 
 
-def work(experts: int, cuts: Sequence[int], *, only: range | None = None, padded: bool = False) -> Work:
-    """Random distinct choices among `only` (all experts by default), some of them padding if asked."""
+def work(
+    experts: int,
+    cuts: Sequence[int],
+    *,
+    only: range | None = None,
+    padded: bool = False,
+    ffn: int = FFN,
+    parallel: ParallelConfig | None = None,
+) -> Work:
+    """Random distinct choices among `only` (all experts by default), some of them padding if asked; over ep by default."""
     generator = torch.Generator().manual_seed(experts + sum(cuts))
     pool = list(only or range(experts))
     chosen = []
     for token in range(sum(cuts)):
         order = torch.randperm(len(pool), generator=generator)[:TOP_K].tolist()
         chosen.append((-1,) * TOP_K if padded and token % 3 == 1 else tuple(pool[i] for i in order))
-    return Work(experts=experts, cuts=tuple(cuts), chosen=tuple(chosen))
+    parallel = parallel or ParallelConfig(ep=len(cuts))
+    return Work(experts=experts, cuts=tuple(cuts), chosen=tuple(chosen), ffn=ffn, parallel=parallel)
+
+
+def experts_of(job: Work, groups: Groups) -> Experts:
+    config = MoE(experts=job.experts, top_k=TOP_K, expert_ffn=job.ffn, router=Router(score="softmax", normalise=False))
+    experts = Experts(config, HIDDEN, init_std=1.0, place=place_on(groups, job.parallel))
+    initialise(Holder(experts), 3)
+    return experts
 
 
 def inputs(job: Work) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -73,25 +91,22 @@ class Moved:
     out: Tensor
     hidden_gradient: Tensor
     weights_gradient: Tensor
-    expert_gradients: dict[str, Tensor]
+    experts: dict[str, Piece]
     rows: Tensor
     counts: tuple[int, ...]
 
 
-def move(rank: int, world: int, job: Work, name: DispatcherName) -> Moved:
+def move(rank: int, job: Work, name: DispatcherName, groups: Groups) -> Moved:
     """All six stages and the backward on this rank's tokens."""
-    parallel = ParallelConfig(ep=world, dispatcher=name)
-    groups = groups_for(parallel)
-    place = Place(groups=groups, parallel=parallel, dtype=torch.float64, device=torch.device("cpu"))
-    config = MoE(experts=job.experts, top_k=TOP_K, expert_ffn=FFN, router=Router(score="softmax", normalise=False))
-    experts = Experts(config, HIDDEN, init_std=1.0, place=place)
-    initialise(Holder(experts), 3)
+    job = replace(job, parallel=replace(job.parallel, dispatcher=name))
+    experts = experts_of(job, groups)
     hidden, weights, chosen, arrives = (job.mine(tensor, rank) for tensor in inputs(job))
     hidden.requires_grad_()
     weights.requires_grad_()
     counts = torch.bincount(chosen.flatten() + 1, minlength=job.experts + 1)[1:]
     routing = Routing(experts_TK=chosen, weights_TK=weights, counts_E=counts, balance=None)
-    dispatcher = make_dispatcher(job.experts, place)
+    dispatcher = make_dispatcher(job.experts, place_on(groups, job.parallel))
+    assert isinstance(dispatcher, AllGatherDispatcher if name == "allgather" else AllToAllDispatcher)
     rows, plan = dispatcher.dispatch_preprocess(hidden, routing)
     rows = dispatcher.dispatch(rows, plan)
     arrived, plan = dispatcher.dispatch_postprocess(rows, plan)
@@ -99,12 +114,11 @@ def move(rank: int, world: int, job: Work, name: DispatcherName) -> Moved:
     out = dispatcher.combine_postprocess(dispatcher.combine(back, plan), plan)
     (out * arrives).sum().backward()
     assert hidden.grad is not None and weights.grad is not None
-    gradients = {n: p.grad for n, p in experts.named_parameters() if p.grad is not None}
     return Moved(
         out=out.detach(),
         hidden_gradient=hidden.grad,
         weights_gradient=weights.grad,
-        expert_gradients=gradients,
+        experts=pieces_of(experts, groups),
         rows=arrived.hidden_RH.detach(),
         counts=arrived.counts,
     )
@@ -112,16 +126,14 @@ def move(rank: int, world: int, job: Work, name: DispatcherName) -> Moved:
 
 def move_both(rank: int, world: int, jobs: Sequence[Work]) -> list[dict[str, Moved]]:
     """Every job with each dispatcher."""
-    return [{name: move(rank, world, job, name) for name in NAMES} for job in jobs]
+    groups = {job.parallel: groups_for(job.parallel) for job in jobs}
+    return [{name: move(rank, job, name, groups[job.parallel]) for name in NAMES} for job in jobs]
 
 
-def naive(job: Work) -> Moved:
-    """The definition: every token and choice by itself, on whole weights, differentiated by autograd."""
-    parallel = ParallelConfig()
-    place = Place(groups=one_rank(), parallel=parallel, dtype=torch.float64, device=torch.device("cpu"))
-    config = MoE(experts=job.experts, top_k=TOP_K, expert_ffn=FFN, router=Router(score="softmax", normalise=False))
-    experts = Experts(config, HIDDEN, init_std=1.0, place=place)
-    initialise(Holder(experts), 3)
+def naive(job: Work) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+    """The definition: every token and choice by itself, on whole weights, differentiated by autograd: the output, and gradients
+    of hidden, router weights and expert weights."""
+    experts = experts_of(job, one_rank())
     hidden, weights, chosen, arrives = inputs(job)
     hidden.requires_grad_()
     weights.requires_grad_()
@@ -139,31 +151,21 @@ def naive(job: Work) -> Moved:
             loss = loss + (y * arrives[t]).sum()
     loss.backward()
     assert hidden.grad is not None and weights.grad is not None
-    gradients = {n: p.grad for n, p in experts.named_parameters() if p.grad is not None}
-    return Moved(
-        out=out,
-        hidden_gradient=hidden.grad,
-        weights_gradient=weights.grad,
-        expert_gradients=gradients,
-        rows=torch.zeros(0, HIDDEN),
-        counts=(),
-    )
+    return out, hidden.grad, weights.grad, gradients_of(experts)
 
 
 def check(found: Sequence[Moved], job: Work) -> None:
     """All ranks together against the loops."""
-    truth = naive(job)
-    for name in ("out", "hidden_gradient", "weights_gradient"):
+    *truths, of_experts = naive(job)
+    for name, truth in zip(("out", "hidden_gradient", "weights_gradient"), truths, strict=True):
         parts = [getattr(moved, name) for moved in found]
         assert [len(part) for part in parts] == list(job.cuts)
-        torch.testing.assert_close(torch.cat(parts), getattr(truth, name), rtol=1e-10, atol=1e-12)
-    for name, gradient in truth.expert_gradients.items():
-        # C2: each expert lies on one rank only, and its gradient is that of all tokens, not EP times it
-        whole = torch.cat([moved.expert_gradients[name] for moved in found])
-        torch.testing.assert_close(whole, gradient, rtol=1e-10, atol=1e-12)
-    # C10: nothing is dropped or doubled
+        torch.testing.assert_close(torch.cat(parts), truth, rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+    # C2: the gradient of an expert, whole or cut, is that of all tokens, not EP times it
+    check_pieces([moved.experts for moved in found], of_experts)
+    # C10: nothing is dropped or doubled; under etp each of the ranks that share an expert sees all its rows
     routed = sum(e >= 0 for choices in job.chosen for e in choices)
-    assert sum(sum(moved.counts) for moved in found) == routed
+    assert sum(sum(moved.counts) for moved in found) == routed * job.parallel.etp
 
 
 JOBS = {
@@ -180,11 +182,39 @@ JOBS = {
     ],
     4: [work(12, (3, 0, 7, 1)), work(4, (2, 2, 5, 2), padded=True), work(12, (2, 3, 0, 1), only=range(9, 12))],
 }
+ETP, ETP_EP, TP_EP, EDP = (
+    ParallelConfig(etp=2),
+    ParallelConfig(etp=2, ep=2),
+    ParallelConfig(tp=2, ep=4),
+    ParallelConfig(tp=2, ep=2),
+)
+# The same over both foldings, with an ffn of 7 that two ranks of etp cannot halve, and one that leaves a rank nothing.
+JOBS[2] += [
+    work(5, (4, 3), ffn=7, parallel=ETP),
+    work(3, (0, 5), ffn=1, parallel=ETP),
+    work(4, (0, 0), parallel=ETP),
+    work(5, (6, 2), padded=True, only=range(1, 4), ffn=7, parallel=ETP),
+]
+JOBS[3] = [
+    work(6, (2, 0, 4)),
+    work(4, (3, 1, 0), ffn=7, parallel=ParallelConfig(etp=3)),
+    work(4, (2, 2, 1), parallel=ParallelConfig()),
+]
+JOBS[4] += [
+    work(6, (3, 0, 7, 1), ffn=7, parallel=ETP_EP),
+    work(4, (0, 4, 0, 2), padded=True, parallel=ETP_EP),
+    work(8, (2, 3, 1, 1), only=range(4, 7), ffn=7, parallel=ETP_EP),
+    work(4, (0, 0, 0, 0), parallel=ETP_EP),
+    work(8, (2, 2, 2, 1), parallel=TP_EP),
+    work(12, (5, 0, 0, 2), only=range(3), parallel=TP_EP),
+    work(6, (2, 0, 4, 1), ffn=7, parallel=EDP),
+    work(5, (2, 3, 0, 1), ffn=7, parallel=ETP),
+]
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_c1_c2_c4_c9_c10_both_dispatchers_are_the_loop_over_tokens_and_choices(ranks: Ranks, world: int) -> None:
-    found = ranks.run(move_both, world, JOBS[world], timeout_seconds=10.0)
+    found = ranks.run(move_both, world, JOBS[world], timeout_seconds=20.0)
     for i, job in enumerate(JOBS[world]):
         for name in NAMES:
             check([rank[i][name] for rank in found], job)
@@ -196,41 +226,67 @@ def test_c1_experts_without_rows_have_zeros_of_the_right_shape_as_gradient(ranks
     for moved in idle:
         assert moved.counts == (0,) * 4
         assert moved.rows.shape == (0, HIDDEN)
-        assert moved.expert_gradients["gate_up"].shape == (4, 2, FFN, HIDDEN)
-        assert moved.expert_gradients["down"].shape == (4, HIDDEN, FFN)
-        assert not any(gradient.any() for gradient in moved.expert_gradients.values())
+        assert moved.experts["gate_up"].gradient.shape == (4, 2, FFN, HIDDEN)
+        assert moved.experts["down"].gradient.shape == (4, HIDDEN, FFN)
+        assert not any(piece.gradient.any() for piece in moved.experts.values())
 
 
-def test_c6_dispatchers_hand_every_expert_the_same_rows_in_the_same_order_and_repeat_bitwise(ranks: Ranks) -> None:
-    job = work(8, (6, 5))
-    first, second = (ranks.run(move_both, 2, [job]) for _ in range(2))
-    for rank in range(2):
+@pytest.mark.parametrize(
+    "job",
+    [
+        work(8, (6, 5)),
+        work(6, (4, 3), ffn=7, parallel=ETP),
+        work(6, (3, 4, 2, 5), ffn=7, parallel=ETP_EP),
+        work(8, (3, 0, 4, 2), parallel=TP_EP),
+    ],
+    ids=["ep=2", "etp=2", "etp=2 ep=2", "tp=2 ep=4"],
+)
+def test_c6_dispatchers_hand_every_expert_the_same_rows_in_the_same_order_and_repeat_bitwise(
+    ranks: Ranks, job: Work
+) -> None:
+    first, second = (ranks.run(move_both, len(job.cuts), [job]) for _ in range(2))
+    for rank in range(len(job.cuts)):
         gather, all_to_all = (first[rank][0][name] for name in NAMES)
         assert gather.counts == all_to_all.counts
         assert torch.equal(gather.rows, all_to_all.rows)
-        for name in gather.expert_gradients:
-            assert torch.equal(gather.expert_gradients[name], all_to_all.expert_gradients[name])
+        for name, piece in gather.experts.items():
+            assert torch.equal(piece.gradient, all_to_all.experts[name].gradient)
         for name in NAMES:
             for part in ("out", "hidden_gradient", "weights_gradient", "rows"):
                 once, again = (getattr(run[rank][0][name], part) for run in (first, second))
                 assert torch.equal(once, again), (name, part)
 
 
+def test_etp_cuts_the_width_of_every_expert_and_ep_deals_experts_out(ranks: Ranks) -> None:
+    """6 experts of width 7 over etp=2, ep=2: ranks 0 and 1 share experts 0 to 2, of which they hold 3 and 4 columns."""
+    found = [rank[0]["alltoall"].experts for rank in ranks.run(move_both, 4, [JOBS[4][3]])]
+    assert [pieces["gate_up"].box.offset for pieces in found] == [
+        (0, 0, 0, 0),
+        (0, 0, 3, 0),
+        (3, 0, 0, 0),
+        (3, 0, 3, 0),
+    ]
+    assert [pieces["gate_up"].box.shape for pieces in found] == [(3, 2, n, HIDDEN) for n in (3, 4, 3, 4)]
+    assert [pieces["down"].box.offset for pieces in found] == [(0, 0, 0), (0, 0, 3), (3, 0, 0), (3, 0, 3)]
+    assert [pieces["down"].box.shape for pieces in found] == [(3, HIDDEN, n) for n in (3, 4, 3, 4)]
+    assert [pieces["down"].holders for pieces in found] == [(0,), (1,), (2,), (3,)]
+
+
 @pytest.mark.parametrize("kind", [AllGatherDispatcher, AllToAllDispatcher])
 def test_experts_that_do_not_divide_over_the_group_are_refused(
     kind: type[AllGatherDispatcher | AllToAllDispatcher],
 ) -> None:
+    pair = Group(ranks=(0, 1), position=0, handle=None)
     with pytest.raises(ValueError, match="5 experts do not divide over 2 ranks"):
-        kind(5, Group(ranks=(0, 1), position=0, handle=None))
+        kind(5, replace(one_rank(), ep=pair, experts=pair))
 
 
 def held_experts(rank: int, world: int) -> list[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]:
     """What each rank holds: name, offset, shape, data."""
     parallel = ParallelConfig(ep=2)
     groups = groups_for(parallel)
-    place = Place(groups=groups, parallel=parallel, dtype=torch.float64, device=torch.device("cpu"))
     config = MoE(experts=12, top_k=1, expert_ffn=2, router=Router(score="softmax", normalise=False))
-    holder = Holder(Experts(config, 3, init_std=1.0, place=place))
+    holder = Holder(Experts(config, 3, init_std=1.0, place=place_on(groups, parallel)))
     initialise(holder, 3)
     pieces = inventory(holder, groups).values()
     return [(p.name, p.box.offset, (p.copy, p.copies), p.data) for p in pieces]

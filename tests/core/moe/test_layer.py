@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import pytest
 import torch
 from torch import Tensor
 
+from core.attention.packing import Packing, packing_of
 from core.config.architecture import AuxLoss, ExpertBias, Groups, MoE, Router, SharedExperts, ZLoss
 from core.config.mapping import DispatcherName, ParallelConfig
 from core.layers.place import Place
 from core.moe.balance import BalanceScope
 from core.moe.layer import MoELayer
+from core.parallel.groups import Groups as RankGroups
 from core.parallel.groups import one_rank
 from core.state.inventory import initialise
 
@@ -46,8 +50,24 @@ def hidden_of(tokens: int) -> Tensor:
     return torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(tokens), dtype=torch.float64)
 
 
+def packing(*lengths: int) -> Packing:
+    return packing_of(torch.tensor([0, *accumulate(lengths)]), sum(lengths), torch.device("cpu"))
+
+
 def scope_of(lengths: tuple[int, ...]) -> BalanceScope:
-    return BalanceScope(lengths=lengths, valid_T=None, global_tokens=sum(lengths), seen=None, tokens=one_rank().tokens)
+    return scope_on(packing(*lengths), one_rank(), sum(lengths))
+
+
+def scope_on(packed: Packing, groups: RankGroups, total: int) -> BalanceScope:
+    return BalanceScope(
+        sequence_T=packed.sequence_T[packed.mine],
+        sequences=len(packed.lengths),
+        valid_T=None,
+        global_tokens=total,
+        seen=None,
+        sequence=groups.sequence,
+        tokens=groups.tokens,
+    )
 
 
 def mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
@@ -57,7 +77,7 @@ def mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
 
 def naive(layer: MoELayer, hidden: Tensor) -> Tensor:
     """Each token alone: its experts by the router's own choice, summed with its weights, and the shared experts."""
-    routing = layer.router(hidden, None)
+    routing = layer.router(hidden, packing(len(hidden)), None)
     out = []
     for x, experts, weights in zip(hidden, routing.experts_TK.tolist(), routing.weights_TK, strict=True):
         y = torch.zeros_like(x)
@@ -77,7 +97,7 @@ def test_output_and_every_gradient_are_those_of_a_loop_over_tokens(config: MoE, 
     hidden = hidden_of(11).requires_grad_()
     wanted = torch.randn(11, HIDDEN, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     tensors = {"hidden": hidden, **dict(layer.named_parameters())}
-    found = layer(hidden)[0]
+    found = layer(hidden, packing(11))[0]
     expected = naive(layer, hidden)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
     gradients = [
@@ -91,7 +111,7 @@ def test_output_and_every_gradient_are_those_of_a_loop_over_tokens(config: MoE, 
 def test_b10_balance_trains_the_router_even_where_the_main_loss_is_zero() -> None:
     layer = layer_of(SOFTMAX)
     hidden = hidden_of(12)
-    out, routing = layer(hidden, scope_of((5, 7)))
+    out, routing = layer(hidden, packing(5, 7), scope_of((5, 7)))
     assert routing.balance is not None
     (0.0 * out.sum() + sum(routing.balance.by_name.values())).backward()
     weight = layer.router.weight.detach().clone().requires_grad_()
@@ -117,10 +137,10 @@ def test_padding_passes_the_shared_experts_only_and_changes_no_other_token(dispa
     layer = layer_of(SIGMOID, dispatcher)
     hidden = hidden_of(6)
     valid = torch.tensor([True, True, False, True, False, True])
-    found, routing = layer(hidden, None, valid)
+    found, routing = layer(hidden, packing(6), None, valid)
     assert layer.shared is not None
-    torch.testing.assert_close(found[~valid], layer.shared(hidden[~valid]))
-    torch.testing.assert_close(found[valid], layer(hidden[valid])[0], rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(found[~valid], layer.shared(hidden[~valid], (2,)))
+    torch.testing.assert_close(found[valid], layer(hidden[valid], packing(4))[0], rtol=1e-12, atol=1e-14)
     assert int(routing.counts_E.sum()) == 4 * 3
 
 
@@ -129,7 +149,8 @@ def test_padding_passes_the_shared_experts_only_and_changes_no_other_token(dispa
 def test_no_token_and_one_token_pass_forward_and_backward(dispatcher: DispatcherName, tokens: int) -> None:
     layer = layer_of(SOFTMAX, dispatcher)
     hidden = hidden_of(tokens).requires_grad_()
-    out, routing = layer(hidden, scope_of((tokens,) if tokens else ()))
+    lengths = (tokens,) if tokens else ()
+    out, routing = layer(hidden, packing(*lengths), scope_of(lengths))
     assert out.shape == (tokens, HIDDEN) and routing.balance is not None
     (out.sum() + sum(routing.balance.by_name.values())).backward()
     for name, parameter in layer.named_parameters():
@@ -140,6 +161,6 @@ def test_no_token_and_one_token_pass_forward_and_backward(dispatcher: Dispatcher
 def test_b17_a_forward_without_a_scope_has_no_balance_loss_and_the_next_one_has() -> None:
     layer = layer_of(SOFTMAX)
     with torch.no_grad():
-        assert layer(hidden_of(1))[1].balance is None
-    routing = layer(hidden_of(3), scope_of((3,)))[1]
+        assert layer(hidden_of(1), packing(1))[1].balance is None
+    routing = layer(hidden_of(3), packing(3), scope_of((3,)))[1]
     assert routing.balance is not None and set(routing.balance.by_name) == {"aux_microbatch", "aux_sequence", "z"}

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from core.attention.packing import Packing, packing_of
 from core.config.architecture import AuxLoss, ExpertBias, Groups, MoE, Score
 from core.config.architecture import Router as RouterConfig
 from core.config.mapping import ParallelConfig
@@ -41,6 +42,11 @@ def router_of(config: RouterConfig, experts: int, top_k: int, hidden: int, seed:
     with torch.no_grad():
         router.weight.copy_(torch.randn(experts, hidden, generator=generator, dtype=torch.float64))
     return router
+
+
+def packed(tokens: int) -> Packing:
+    """One sequence on one rank."""
+    return packing_of(None, tokens, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("top_k", [4, 8])
@@ -97,7 +103,7 @@ def test_equal_scores_are_chosen_by_lowest_id_whatever_the_number_of_experts(exp
 def test_b12_weights_are_the_published_formula_with_and_without_normalisation(score: Score, normalise: bool) -> None:
     router = router_of(RouterConfig(score=score, normalise=normalise, scale=2.5), experts=13, top_k=3, hidden=5)
     hidden = torch.randn(11, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    found = router(hidden, None)
+    found = router(hidden, packed(len(hidden)), None)
     assert found.balance is None
     for t in range(11):
         logits = [sum(h * w for h, w in zip(hidden[t].tolist(), row, strict=True)) for row in router.weight.tolist()]
@@ -118,9 +124,9 @@ def test_the_bias_moves_the_choice_and_never_the_weights_and_has_no_gradient() -
     router = router_of(config, experts=8, top_k=2, hidden=5)
     assert router.bias is not None and router.bias.dtype == torch.float32
     hidden = torch.randn(7, 5, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    plain = router(hidden, None)
+    plain = router(hidden, packed(len(hidden)), None)
     router.bias[3] = 50.0
-    moved = router(hidden, None)
+    moved = router(hidden, packed(len(hidden)), None)
     assert (moved.experts_TK[:, 0] == 3).all() and not (plain.experts_TK[:, 0] == 3).all()
     scores = torch.sigmoid(hidden @ router.weight.T)
     torch.testing.assert_close(moved.weights_TK[:, 0], scores[:, 3], rtol=1e-12, atol=0)
@@ -133,7 +139,7 @@ def test_padding_is_routed_nowhere_counts_nowhere_and_gets_no_gradient() -> None
     router = router_of(RouterConfig(score="softmax", normalise=True), experts=5, top_k=2, hidden=3)
     hidden = torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).requires_grad_()
     valid = torch.tensor([True, False, True, True, False, True])
-    found = router(hidden, None, valid)
+    found = router(hidden, packed(len(hidden)), None, valid)
     assert (found.experts_TK[~valid] == -1).all() and (found.experts_TK[valid] >= 0).all()
     assert (found.weights_TK[~valid] == 0).all()
     expected = [int((found.experts_TK == e).sum()) for e in range(5)]
@@ -145,7 +151,7 @@ def test_padding_is_routed_nowhere_counts_nowhere_and_gets_no_gradient() -> None
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_no_token_and_one_token_are_routed(tokens: int) -> None:
     router = router_of(RouterConfig(score="sigmoid", normalise=True, groups=Groups(total=3, kept=2)), 9, 4, 5)
-    found = router(torch.ones(tokens, 5, dtype=torch.float64), None)
+    found = router(torch.ones(tokens, 5, dtype=torch.float64), packed(tokens), None)
     assert found.experts_TK.shape == found.weights_TK.shape == (tokens, 4)
     # C10: nothing is dropped
     assert found.counts_E.shape == (9,) and int(found.counts_E.sum()) == tokens * 4
@@ -154,7 +160,7 @@ def test_no_token_and_one_token_are_routed(tokens: int) -> None:
 def test_b17_there_is_no_balance_loss_outside_training() -> None:
     balance = (AuxLoss(scope="global_batch", coefficient=1.0),)
     router = router_of(RouterConfig(score="softmax", normalise=True, balance=balance), 5, 2, 3)
-    assert router(torch.ones(1, 3, dtype=torch.float64), None).balance is None
+    assert router(torch.ones(1, 3, dtype=torch.float64), packed(1), None).balance is None
 
 
 def test_the_router_computes_in_float32_for_a_bfloat16_model() -> None:
@@ -164,7 +170,7 @@ def test_the_router_computes_in_float32_for_a_bfloat16_model() -> None:
     router = Router(config, 2, init_std=1.0, place=place)
     with torch.no_grad():
         router.weight.copy_(torch.tensor([[256.0, 0.0], [256.0, 0.5]]))
-    found = router(torch.ones(1, 2, dtype=torch.bfloat16), None)
+    found = router(torch.ones(1, 2, dtype=torch.bfloat16), packed(1), None)
     assert found.experts_TK.tolist() == [[1]]
     assert found.weights_TK.dtype == torch.float32
     assert found.weights_TK.item() == pytest.approx(1 / (1 + math.exp(-0.5)), rel=1e-6)

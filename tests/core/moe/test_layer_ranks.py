@@ -1,0 +1,146 @@
+"""The MoE layer spread over both foldings: outputs, losses and every gradient are those of one rank, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import pytest
+import torch
+from torch import Tensor
+
+from core.attention.packing import packing_of
+from core.config.architecture import AuxLoss, ExpertBias, MoE, Router, SharedExperts, ZLoss
+from core.config.mapping import DispatcherName, ParallelConfig
+from core.moe.balance import BalanceScope
+from core.moe.layer import MoELayer
+from core.parallel.groups import Groups, groups_for, one_rank
+from tests.core.numbers import draw
+from tests.core.shares import Share, check_pieces, close, fill, gradients_of, pieces_of, place_on
+from tests.ranks import Ranks
+
+HIDDEN = 6
+BALANCE = (
+    AuxLoss(scope="microbatch", coefficient=0.5),
+    AuxLoss(scope="sequence", coefficient=0.3),
+    ZLoss(coefficient=0.1),
+    ExpertBias(rate=0.1),
+)
+# An ffn of 7, for experts and for the shared expert, divides over no number of ranks.
+MODEL = MoE(
+    experts=12,
+    top_k=3,
+    expert_ffn=7,
+    router=Router(score="sigmoid", normalise=True, scale=1.5, balance=BALANCE),
+    shared=SharedExperts(count=1),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A mapping, and the microbatch of each of its replicas of dp as lengths of its documents."""
+
+    parallel: ParallelConfig
+    microbatches: tuple[tuple[int, ...], ...]
+
+    @property
+    def total(self) -> int:
+        return sum(map(sum, self.microbatches))
+
+
+def run(layer: MoELayer, job: Job, groups: Groups, replica: int) -> tuple[Tensor, Share]:
+    """The layer forward and backward on this rank's tokens of one microbatch; first of the result: which those are."""
+    lengths = job.microbatches[replica]
+    bounds, tokens = torch.tensor([0, *accumulate(lengths)]), sum(lengths)
+    packing = packing_of(bounds, tokens, torch.device("cpu"), groups)
+    scope = BalanceScope(
+        sequence_T=packing.sequence_T[packing.mine],
+        sequences=len(lengths),
+        valid_T=None,
+        global_tokens=job.total,
+        seen=None,
+        sequence=groups.sequence,
+        tokens=groups.tokens,
+    )
+    x = draw(10 + replica, tokens, HIDDEN)[packing.mine_T].requires_grad_()
+    out, routing = layer(x, packing, scope)
+    assert routing.balance is not None
+    losses = routing.balance.by_name
+    arrives = draw(20 + replica, tokens, HIDDEN)[packing.mine_T]
+    ((out * arrives).sum() + torch.stack(list(losses.values())).sum()).backward()
+    assert x.grad is not None
+    extra = {name: loss.detach() for name, loss in losses.items()} | {"counts": routing.counts_E}
+    return packing.mine_T, Share(out=out, input_gradient=x.grad, pieces={}, extra=extra)
+
+
+def run_all(rank: int, world: int, jobs: Sequence[Job]) -> list[tuple[int, Tensor, Share]]:
+    """Each job on this rank: its replica, which tokens it has, and what it makes of them."""
+    groups = {job.parallel: groups_for(job.parallel) for job in jobs}
+    found = []
+    for job in jobs:
+        mine = groups[job.parallel]
+        layer = MoELayer(MODEL, HIDDEN, 1.0, place_on(mine, job.parallel))
+        fill(layer)
+        tokens, share = run(layer, job, mine, mine.dp.position)
+        found.append((mine.dp.position, tokens, replace(share, pieces=pieces_of(layer, mine))))
+    return found
+
+
+def check(found: Sequence[tuple[int, Tensor, Share]], job: Job) -> None:
+    layer = MoELayer(MODEL, HIDDEN, 1.0, place_on())
+    fill(layer)
+    extra: dict[str, Tensor] = {}
+    for replica in range(len(job.microbatches)):
+        _, truth = run(layer, job, one_rank(), replica)
+        of_replica = [(tokens, share) for at, tokens, share in found if at == replica]
+        assert sorted(int(t) for tokens, _ in of_replica for t in tokens) == list(range(len(truth.out)))
+        for tokens, share in of_replica:
+            scale = float(truth.out.detach().abs().max())
+            close(share.out, truth.out.detach()[tokens], f"{job}: output", size=scale)
+            scale = float(truth.input_gradient.abs().max())
+            close(share.input_gradient, truth.input_gradient[tokens], f"{job}: input gradient", size=scale)
+        for name, value in truth.extra.items():
+            extra[name] = extra.get(name, 0) + value
+    for name, value in extra.items():
+        total = torch.stack([share.extra[name] for _, _, share in found]).sum(0)
+        torch.testing.assert_close(total, value, rtol=1e-12, atol=0, msg=lambda m, n=name: f"{job}: {n}: {m}")
+    check_pieces([share.pieces for _, _, share in found], gradients_of(layer))
+
+
+# Each replica's documents; the last has fewer tokens than a microbatch has ranks.
+BATCHES = ((5, 1, 7), (4, 4), (2, 9, 1), (1,))
+MAPPINGS = {
+    1: [ParallelConfig()],
+    2: [ParallelConfig(tp=2, ep=2), ParallelConfig(cp=2, etp=2), ParallelConfig(etp=2), ParallelConfig(ep=2)],
+    3: [ParallelConfig(tp=3, ep=3), ParallelConfig(cp=3, etp=3)],
+    4: [
+        ParallelConfig(tp=2, ep=4),
+        ParallelConfig(tp=2, cp=2, etp=2, ep=2),
+        ParallelConfig(tp=2, ep=2),
+        ParallelConfig(cp=2, etp=4),
+        ParallelConfig(ep=4),
+        ParallelConfig(tp=4, etp=2),
+    ],
+}
+NAMES: tuple[DispatcherName, ...] = ("allgather", "alltoall")
+
+
+def jobs_of(world: int) -> list[Job]:
+    jobs = []
+    for parallel in MAPPINGS[world]:
+        replicas = world // (parallel.tp * parallel.cp)
+        for first, name in enumerate(NAMES):
+            batches = [BATCHES[-1 - i if first else i] for i in range(replicas)]
+            jobs.append(Job(parallel=replace(parallel, dispatcher=name), microbatches=tuple(batches)))
+    return jobs
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_b1_c2_c4_every_folding_and_dispatcher_gives_the_outputs_losses_and_gradients_of_one_rank(
+    ranks: Ranks, world: int
+) -> None:
+    jobs = jobs_of(world)
+    found = ranks.run(run_all, world, jobs, timeout_seconds=60.0)
+    for i, job in enumerate(jobs):
+        check([rank[i] for rank in found], job)

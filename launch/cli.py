@@ -134,6 +134,31 @@ def prepare(data: str | None, out: Path, vocab: int, tokenizer: str | None, vali
     click.echo(f"{files.folder}: {train:,} tokens to train on, {validation:,} to validate on, {files.vocab} ids")
 
 
+@cli.command()
+@click.argument("model")
+@click.option("--size", help="Size of the model (see `launch list`).")
+@click.option("--hw", "hardware", metavar="cpu|gpu", help="Hardware; without it, cpu.")
+@click.option("--ranks", type=int, metavar="N", help="Number of worker processes.")
+@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Change one setting, as in launch MODEL.")
+@click.option(
+    "--microbatches", type=click.IntRange(min=1), metavar="N", help="Of a step; without it, those of the run."
+)
+@click.option(
+    "--costs",
+    default="",
+    metavar="TEXT",
+    help="equal (parts, instead of by their operations), forward=1, backward=2, input_gradient=1, weight_gradient=1, "
+    "transfer=0, overlap=0 (share that combined actions save); comma-separated.",
+)
+@click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="A picture to draw: .png, .svg or .pdf.")
+def schedule(model: str, microbatches: int | None, costs: str, out: Path | None, **request: Any) -> None:
+    """Prove, time and draw the pipeline schedule of MODEL."""
+    from launch.request import Request
+    from launch.schedule import show_schedule
+
+    show_schedule(model, Request(**request), microbatches, costs, out)
+
+
 def train(model: str, **options: Any) -> None:
     """Plan the run, and start it unless it is a dry run."""
     from launch.start import Start, start

@@ -126,7 +126,7 @@ def layout_text(layout: Layout) -> str:
 
     `parse_layout` of it gives the layout back.
     """
-    stages = [_part_text(part) for part in layout.parts]
+    stages = [part_text(part) for part in layout.parts]
     last = stages.pop()
     pieces = []
     for stage, same in groupby(stages):
@@ -135,6 +135,12 @@ def layout_text(layout: Layout) -> str:
         pieces.append(repeated if stage and len(repeated) < len(plain) else plain)
     ends = re.sub(r"\|{3,}", lambda run: f"|*{len(run[0])}", "".join(pieces))
     return ends + last
+
+
+def part_text(part: Part) -> str:
+    """One stage in the language of layouts; empty where it holds nothing."""
+    counts = ((part.embedding, "E"), (len(part.layers), "t"), (len(part.ahead), "m"), (part.loss, "L"))
+    return "".join(letter * count if count < 3 else f"{letter}*{count}" for count, letter in counts)
 
 
 class _UnreadableError(Exception):
@@ -242,11 +248,6 @@ def _parts(stages: Iterable[str]) -> tuple[Part, ...]:
         )
         layer, module = layer + layers, module + ahead
     return tuple(parts)
-
-
-def _part_text(part: Part) -> str:
-    counts = ((part.embedding, "E"), (len(part.layers), "t"), (len(part.ahead), "m"), (part.loss, "L"))
-    return "".join(letter * count if count < 3 else f"{letter}*{count}" for count, letter in counts)
 
 
 def _example(num_layers: int, num_ahead: int, pp: int) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 from core.pipeline.action import Action, Schedule
 from core.pipeline.transfers import peer
@@ -55,8 +57,16 @@ class Timeline:
     @property
     def bubble(self) -> float:
         """Waiting time over computing time, of all ranks together: (p - 1) / m for 1F1B on equal costs. 0 where nothing costs."""
-        busy = sum(self.busy(rank) for rank in range(len(self.ranks)))
-        return (self.total * len(self.ranks) - busy) / busy if busy else 0.0
+        return self._bubble(range(len(self.ranks)))
+
+    def bubble_of(self, rank: int) -> float:
+        """The same of one rank; infinite where it only waits."""
+        return self._bubble([rank])
+
+    def _bubble(self, ranks: Sequence[int]) -> float:
+        busy = sum(self.busy(rank) for rank in ranks)
+        idle = self.total * len(ranks) - busy
+        return idle / busy if busy else inf if idle else 0.0
 
 
 def computes(action: Action) -> bool:

@@ -1,5 +1,6 @@
 """Times of schedules: the bubble is the closed form on equal costs, and small cases are what one draws by hand."""
 
+import math
 from itertools import pairwise, product
 
 import pytest
@@ -84,6 +85,12 @@ def test_the_actions_of_a_rank_follow_each_other_and_a_receive_ends_when_it_has_
 def test_nothing_that_costs_nothing_has_a_bubble() -> None:
     timeline = simulate(made("1f1b", 3, 1, 2), Costs(forward=0.0, backward=0.0))
     assert (timeline.total, timeline.bubble) == (0.0, 0.0)
+
+
+def test_a_rank_that_computes_nothing_only_waits() -> None:
+    timeline = simulate(made("gpipe", 2, 1, 3), Costs(forward=(0.0, 1.0), backward=(0.0, 2.0)))
+    assert (timeline.bubble_of(0), timeline.bubble_of(1)) == (math.inf, 0.0)
+    assert timeline.bubble == 1.0
 
 
 def test_a_deadlock_and_costs_for_other_parts_are_refused() -> None:

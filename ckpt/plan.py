@@ -100,7 +100,9 @@ def holding_faults(held: Sequence[Sequence[Held]], *, with_copies: bool) -> list
         holders = [holder for holding in boxes.values() for holder in holding]
         fault = _form_fault(name, holders) or tiling_fault_of(holders[0][1], tuple(boxes))
         if not fault and with_copies:
-            fault = next((f for holding in boxes.values() if (f := _copy_fault(holding))), None)
+            # Empty pieces of ranks that cut a short dimension look like copies; nothing of them is stored.
+            filled = (holding for box, holding in boxes.items() if box.elements)
+            fault = next((f for holding in filled if (f := _copy_fault(holding))), None)
         if fault:
             faults.append(f"{name}: {fault}")
     return faults

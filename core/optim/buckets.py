@@ -99,15 +99,17 @@ class Bucket:
 def pack(entries: Mapping[str, Entry], groups: Groups, bucket_bytes: int) -> tuple[Bucket, ...]:
     """The trained parameters `entries` (in module order) in buckets, in the order in which backward completes them.
 
-    A bucket holds parameters of equal dtype, decay and ranks that hold copies, in module order, of up to `bucket_bytes` bytes of
-    gradients; a larger parameter is alone. The parameters move into the buckets, values and identity kept.
+    A bucket holds parameters of equal dtype, decay and group of copies, in module order, of up to `bucket_bytes` bytes of
+    gradients; a larger parameter is alone. The parameters move into the buckets, values and identity kept. Groups of equal ranks
+    but different axes stay apart, so that the bytes of each axis are counted as its own.
 
     The order is that of the buckets' first parameters in the module, backwards. Ranks that share a group have the same
     parameters for it in the same order, so they come to the same buckets in the same order, whatever else each of them has.
     """
-    classes: dict[tuple[tuple[int, ...], bool, torch.dtype], list[tuple[int, str, Entry]]] = {}
+    classes: dict[tuple[str, tuple[int, ...], bool, torch.dtype], list[tuple[int, str, Entry]]] = {}
     for index, (name, entry) in enumerate(entries.items()):
-        key = (replicas(entry.spec, groups).ranks, entry.spec.decay, entry.tensor.dtype)
+        group = replicas(entry.spec, groups)
+        key = (group.axis, group.ranks, entry.spec.decay, entry.tensor.dtype)
         classes.setdefault(key, []).append((index, name, entry))
     chunks = [chunk for members in classes.values() for chunk in _chunks(members, bucket_bytes)]
     chunks.sort(key=lambda chunk: chunk[0][0], reverse=True)

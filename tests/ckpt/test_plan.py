@@ -13,7 +13,7 @@ from ckpt.plan import Held, plan_save
 from ckpt.save import describe
 from ckpt.store.zarr import ZarrStore
 from core.errors import CheckpointError
-from core.state.box import Box, part, shifted, tiling_fault, whole
+from core.state.box import Box, part, shifted, stretch, tiling_fault, whole
 from tests.ckpt.pieces import cut
 from tests.core.state.test_box import split
 
@@ -120,3 +120,12 @@ def test_experts_of_every_expert_rank_are_saved_each_by_one_of_its_replicas() ->
     writes = plan_save([describe(rank) for rank in ranks]).writes
     assert sorted(write.box.offset[0] for write in writes) == [0, 2, 4, 6]
     assert [write.rank // 2 for write in sorted(writes, key=lambda w: w.box.offset)] == [0, 1, 2, 3]
+
+
+def test_ranks_that_cut_a_short_dimension_may_hold_the_same_nothing() -> None:
+    """One row over three ranks: two empty pieces of equal box, which are no copies of one another."""
+    held = [
+        [Held(name="a", shape=(1, 3), dtype="float32", box=stretch((1, 3), 0, i, 3), copy=0, copies=1)]
+        for i in range(3)
+    ]
+    assert [(write.rank, write.box) for write in plan_save(held).writes] == [(2, whole((1, 3)))]

@@ -1,155 +1,380 @@
-"""Dense and expert parameters together: one true norm, clipping, and the same update on one rank as on two."""
+"""The chained optimizer against torch's AdamW on whole tensors of one process: under any mapping, once-counted norm, state."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from core.config.mapping import ParallelConfig
 from core.config.run import OptimizerConfig
 from core.optim.chained import ChainedOptimizer
 from core.parallel.groups import groups_for, one_rank
-from core.state.spec import TensorSpec
-from tests.core.numbers import near
-from tests.core.optim.trees import Tensors, gradient, plain_adamw
+from core.state.box import whole
+from core.state.spec import Constant, TensorSpec
+from tests.core.numbers import draw, near
+from tests.core.optim.trees import (
+    SMALL_BUCKET,
+    Owner,
+    Piece,
+    Reference,
+    Tree,
+    assembled,
+    backward,
+    gradient,
+    pieces_of,
+    share,
+    trained,
+    value,
+)
 from tests.ranks import Ranks
 
-CONFIG = OptimizerConfig(learning_rate=0.1, weight_decay=0.25, eps=1e-3, clip_norm=2.0)
+CONFIG = OptimizerConfig(learning_rate=0.1, weight_decay=0.25, eps=1e-3, clip_norm=20.0)
 RATES = [0.05, 0.1, 0.02]
-NAMES = ("matrix", "gain", "experts")
+MICROBATCHES = 2
+ALL = {
+    torch.float32: {"": torch.float32},
+    torch.float64: {"": torch.float64},
+    torch.bfloat16: {"": torch.bfloat16},
+}
+MIXED = {"": torch.float32, "matrix": torch.bfloat16, "whole": torch.float64, "norm": torch.bfloat16}
 
 
-def _train(rank: int, world: int, ep: int, config: OptimizerConfig) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Norms and final tensors of three steps of two microbatches; each rank has its share of the gradient."""
-    groups = groups_for(ParallelConfig(ep=ep))
-    model = Tensors(groups)
-    optimizer = ChainedOptimizer(model, config, groups)
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A world, how it is folded, and which pipeline ranks hold the embedding."""
+
+    world: int
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    stages: tuple[int, ...] = (0,)
+
+    def __str__(self) -> str:
+        p = self.parallel
+        sizes = {"tp": p.tp, "cp": p.cp, "pp": p.pp, "ep": p.ep, "etp": p.etp}
+        return " ".join([f"world{self.world}", *(f"{axis}{size}" for axis, size in sizes.items() if size > 1)])
+
+
+MAPPINGS = [
+    Layout(world=1),
+    Layout(world=2),
+    Layout(world=2, parallel=ParallelConfig(ep=2)),
+    Layout(world=2, parallel=ParallelConfig(tp=2, etp=2)),
+    Layout(world=2, parallel=ParallelConfig(pp=2), stages=(0, 1)),
+    Layout(world=3),
+    Layout(world=3, parallel=ParallelConfig(cp=3, ep=3)),
+    Layout(world=3, parallel=ParallelConfig(pp=3), stages=(0, 2)),
+    Layout(world=4, parallel=ParallelConfig(ep=2)),
+    Layout(world=4, parallel=ParallelConfig(tp=2, ep=4)),
+    Layout(world=4, parallel=ParallelConfig(tp=2, pp=2, etp=2), stages=(0, 1)),
+    Layout(world=4, parallel=ParallelConfig(cp=2, pp=2, ep=2), stages=(1,)),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a rank knows after training."""
+
+    norms: list[float]
+    pieces: list[Piece]
+    state: list[Piece]
+
+
+def _train(
+    rank: int,
+    world: int,
+    mapping: Layout,
+    dtypes: Mapping[str, torch.dtype],
+    begin: bool,
+    config: OptimizerConfig = CONFIG,
+) -> Answer:
+    """Three steps of two microbatches with real backwards; the second reaches not everything, and one name nobody ever."""
+    groups = groups_for(mapping.parallel, embedding_stages=mapping.stages)
+    model = Tree(groups, dtypes, mapping.stages)
+    optimizer = ChainedOptimizer(model, config, groups, bucket_bytes=SMALL_BUCKET)
+    entries = trained(model)
     norms = []
     for step, rate in enumerate(RATES):
-        for share in (0.25, 0.75):
-            for name in NAMES:
-                parameter, grad = model.get_parameter(name), gradient(step, name)
-                # Dense gradients are shares over all ranks; an expert's over the ranks that hold copies of it.
-                copies = groups.edp if name == "experts" else groups.replicas
-                weight = (copies.position + 1) * 2 / (copies.size * (copies.size + 1))
-                piece = grad[model.experts_box.slices] if name == "experts" else grad
-                parameter.grad = (piece * share * weight).float()
+        if begin:
+            optimizer.begin({name: len(reached_in(name)) for name in entries})
+        for microbatch in range(MICROBATCHES):
+            reached = {n: e.spec for n, e in entries.items() if microbatch in reached_in(n)}
+            backward({n: share(step, microbatch, n, spec, groups) for n, spec in reached.items()}, entries)
             optimizer.accumulate()
         optimizer.reduce()
         norms.append(optimizer.gradient_norm())
         optimizer.step(rate, norms[-1])
-    return norms, {name: model.get_parameter(name).detach() for name in NAMES}
+    optimizer.wait_all()
+    state = [(p.name, p.shape, p.box, p.data.clone()) for p in optimizer.state()]
+    return Answer(norms=norms, pieces=pieces_of(model, groups), state=state)
 
 
-def expected(config: OptimizerConfig) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """By numpy's norm and the written-out algorithm."""
-    whole = [np.concatenate([gradient(s, n).numpy().ravel() for n in NAMES]) for s in range(len(RATES))]
-    norms = [float(np.linalg.norm(row)) for row in whole]
-    limit = config.clip_norm
-    factors = [1.0 if limit is None else min(1.0, limit / norm) for norm in norms]
-    start, result = Tensors(), {}
-    for name in NAMES:
-        grads = [gradient(step, name) * factor for step, factor in enumerate(factors)]
-        decay = 0.0 if name == "gain" else config.weight_decay
-        result[name] = plain_adamw(start.get_parameter(name).detach(), grads, RATES, config, decay)
-    return norms, result
+def reached_in(name: str) -> Sequence[int]:
+    """In which microbatches a parameter takes part."""
+    if name.endswith("whole"):
+        return ()
+    return (0,) if name.endswith(("norm", "embedding.weight")) else (0, 1)
 
 
-@pytest.mark.parametrize("clip_norm", [2.0, 1e6, None])
-def test_one_rank_equals_the_written_out_algorithm(clip_norm: float | None) -> None:
-    config = replace(CONFIG, clip_norm=clip_norm)
-    norms, tensors = _train(0, 1, 1, config)
-    true_norms, truth = expected(config)
-    assert norms == pytest.approx(true_norms, rel=1e-6) and min(norms) > 2.0
-    for name in NAMES:
-        near(tensors[name], truth[name], units=16)
+def truth(mapping: Layout, config: OptimizerConfig = CONFIG) -> Reference:
+    """All stages' parameters in one process, in float64, in whole tensors."""
+    specs: dict[str, TensorSpec] = {}
+    for stage in range(mapping.parallel.pp):
+        groups = replace(one_rank(), pp=replace(one_rank().pp, position=stage))
+        specs |= {name: entry.spec for name, entry in trained(Tree(groups, embedding_stages=mapping.stages)).items()}
+    start = {name: value(name, spec.shape) for name, spec in specs.items()}
+    reference = Reference(start, [name for name, spec in specs.items() if not spec.decay], config)
+    for step, rate in enumerate(RATES):
+        grads = {
+            name: sum((gradient(step, m, name, spec) for m in reached_in(name)), torch.zeros(spec.shape).double())
+            for name, spec in specs.items()
+        }
+        reference.step(rate, grads)
+    return reference
 
 
-@pytest.mark.parametrize(("world", "ep"), [(2, 2), (2, 1), (4, 2)])
-def test_norm_and_update_do_not_depend_on_where_experts_lie(ranks: Ranks, world: int, ep: int) -> None:
-    true_norms, truth = expected(CONFIG)
-    told = ranks.run(_train, world, ep, CONFIG)
-    for norms, tensors in told:
-        assert norms == pytest.approx(true_norms, rel=1e-6)
-        assert norms == told[0][0]  # bit for bit: all ranks must clip alike
-        for name in ("matrix", "gain"):
-            near(tensors[name], truth[name], units=16)
-            assert torch.equal(tensors[name], told[0][1][name])
-    near(torch.cat([tensors["experts"] for _, tensors in told[:ep]]), truth["experts"], units=16)
+@pytest.mark.parametrize("begin", [False, True], ids=["in reduce", "during backward"])
+@pytest.mark.parametrize("mapping", MAPPINGS, ids=str)
+def test_every_mapping_trains_as_torch_does_on_one_process(ranks: Ranks, mapping: Layout, begin: bool) -> None:
+    reference = truth(mapping)
+    assert max(reference.norms) > 20.0  # clipping is active
+    told = ranks.run(_train, mapping.world, mapping, ALL[torch.float64], begin)
+    for answer in told:
+        assert answer.norms == pytest.approx(reference.norms, rel=1e-12)
+        assert answer.norms == told[0].norms  # bit for bit: all ranks must clip alike
+    found = assembled([answer.pieces for answer in told])
+    assert {name for name in found if not name.endswith("bias")} == set(reference.tensors)
+    for name, tensor in reference.tensors.items():
+        torch.testing.assert_close(found[name], tensor.detach(), rtol=1e-12, atol=1e-12)
+    for stage in range(mapping.parallel.pp):
+        assert torch.equal(found[f"layers.{stage}.bias"], value(f"layers.{stage}.bias", (4,)))
+    check_state(told, reference)
 
 
-class Large(Tensors):
-    """Many numbers of one size, for which a running float32 sum goes astray."""
+def check_state(told: Sequence[Answer], reference: Reference) -> None:
+    """The moments are those of torch, and every element of them lies on exactly one rank."""
+    owned: dict[str, int] = {}
+    for name, _, box, _ in (piece for answer in told for piece in answer.state):
+        owned[name] = owned.get(name, 0) + box.elements
+    state = assembled([answer.state for answer in told])
+    assert set(state) == {
+        f"optimizer.{kind}.{name}" for kind in ("exp_avg", "exp_avg_sq") for name in reference.tensors
+    }
+    for name, tensor in reference.tensors.items():
+        for kind in ("exp_avg", "exp_avg_sq"):
+            assert owned[f"optimizer.{kind}.{name}"] == tensor.numel()
+            expected = reference.update.state[tensor][kind]
+            torch.testing.assert_close(state[f"optimizer.{kind}.{name}"], expected, rtol=1e-12, atol=1e-12)
 
-    def __init__(self, elements: int) -> None:
+
+@pytest.mark.parametrize("clip_norm", [20.0, 1e6, None])
+def test_clipping_acts_where_the_norm_exceeds_the_limit_and_nowhere_else(ranks: Ranks, clip_norm: float | None) -> None:
+    mapping, config = MAPPINGS[8], replace(CONFIG, clip_norm=clip_norm)
+    reference = truth(mapping, config)
+    told = ranks.run(_train, mapping.world, mapping, ALL[torch.float32], True, config)
+    found = assembled([answer.pieces for answer in told])
+    for name, tensor in reference.tensors.items():
+        near(found[name], tensor, units=32)
+    assert told[0].norms == pytest.approx(reference.norms, rel=1e-6)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_bfloat16_parameters_are_roundings_of_float32_masters_and_dtypes_may_mix(ranks: Ranks, world: int) -> None:
+    mapping = Layout(world=world)
+    for dtypes in (ALL[torch.bfloat16], MIXED):
+        told = ranks.run(_train, world, mapping, dtypes, True)
+        found = assembled([answer.pieces for answer in told])
+        state = assembled([answer.state for answer in told])
+        masters = {name.split("master.")[1]: tensor for name, tensor in state.items() if ".master." in name}
+        assert set(masters) == {n for n, t in found.items() if t.dtype == torch.bfloat16 and not n.endswith("bias")}
+        for name, master in masters.items():
+            assert master.dtype == torch.float32
+            assert torch.equal(found[name], master.to(torch.bfloat16))
+            assert not torch.equal(found[name].float(), master)
+
+
+def test_masters_do_not_depend_on_how_many_ranks_share_them(ranks: Ranks) -> None:
+    """With nothing to round in the sums (all of the gradient on the first rank), the update is the same bit by bit."""
+    found = [assembled([r for r, _ in ranks.run(_first_rank_alone, world)]) for world in (1, 2, 3, 4)]
+    for other in found[1:]:
+        for name, tensor in found[0].items():
+            assert torch.equal(other[name], tensor), name
+
+
+def _first_rank_alone(rank: int, world: int) -> tuple[list[Piece], float]:
+    groups = groups_for(ParallelConfig())
+    model = Tree(groups, MIXED)
+    optimizer = ChainedOptimizer(model, CONFIG, groups, bucket_bytes=SMALL_BUCKET)
+    entries = trained(model)
+    for step, rate in enumerate(RATES):
+        if rank == 0:
+            backward({n: gradient(step, 0, n, e.spec) for n, e in entries.items()}, entries)
+        optimizer.accumulate()
+        optimizer.reduce()
+        optimizer.step(rate, 1.0)
+    state = [(p.name, p.shape, p.box, p.data.clone()) for p in optimizer.state()]
+    return pieces_of(model, groups) + state, 0.0
+
+
+class Whole(nn.Module):
+    """Tensors of whole vectors, so that torch's own loop over each ends where ours passes on."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self.matrix = torch.nn.Parameter(torch.zeros(elements))
+        self.shapes = {"a": (16, 3), "b": (32,), "c": (2, 8, 5)}
+        for name, shape in self.shapes.items():
+            setattr(self, name, nn.Parameter(draw(len(name), *shape, dtype=torch.float32)))
 
     def specs(self) -> dict[str, TensorSpec]:
-        found, shape = super().specs(), (self.matrix.numel(),)
         return {
-            **found,
-            "matrix": replace(found["matrix"], shape=shape, box=replace(found["matrix"].box, offset=(0,), shape=shape)),
+            name: TensorSpec(
+                shape=shape, box=whole(shape), replicas="dense", init=Constant(value=0.0), decay=name != "b"
+            )
+            for name, shape in self.shapes.items()
         }
+
+
+def test_one_rank_in_float32_is_torchs_adamw_bit_for_bit() -> None:
+    model, peer = Whole(), Whole()
+    config = replace(CONFIG, clip_norm=None)
+    optimizer = ChainedOptimizer(model, config, one_rank())
+    groups = [
+        {"params": [peer.get_parameter("a"), peer.get_parameter("c")], "weight_decay": 0.25},
+        {"params": [peer.get_parameter("b")], "weight_decay": 0.0},
+    ]
+    torchs = torch.optim.AdamW(groups, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+    for step, rate in enumerate(RATES):
+        for m in range(MICROBATCHES):
+            for name, shape in model.shapes.items():
+                fresh = draw(100 * step + 10 * m + len(name), *shape, dtype=torch.float32)
+                for each in (model, peer):
+                    parameter = each.get_parameter(name)
+                    parameter.grad = fresh.clone() if parameter.grad is None else parameter.grad + fresh
+            optimizer.accumulate()
+        optimizer.reduce()
+        optimizer.step(rate, optimizer.gradient_norm())
+        for group in torchs.param_groups:
+            group["lr"] = rate
+        torchs.step()
+        torchs.zero_grad()
+    for name in model.shapes:
+        assert torch.equal(model.get_parameter(name), peer.get_parameter(name)), name
+
+
+def test_updates_too_small_for_bfloat16_add_up_in_the_master() -> None:
+    model = Tree(dtypes=ALL[torch.bfloat16])
+    optimizer = ChainedOptimizer(model, CONFIG, one_rank())
+    gain = model.get_parameter("layers.0.norm")
+    master = next(p.data for p in optimizer.state() if p.name == "optimizer.master.layers.0.norm")
+    master.fill_(1.0)
+    for _ in range(40):
+        gain.grad = torch.ones_like(gain)
+        optimizer.accumulate()
+        optimizer.reduce()
+        optimizer.step(1e-3, 1.0)  # half a step of bfloat16 below one is 2^-9
+    assert master[0].item() == pytest.approx(0.96, abs=1e-3)
+    assert gain[0].item() == pytest.approx(0.96, abs=4e-3)
 
 
 @pytest.mark.parametrize("elements", [0, 1, 4095, 4096, 4097, 5_000_011])
 def test_the_norm_of_many_elements_is_exact(elements: int) -> None:
-    model = Large(elements)
+    """For which a running float32 sum goes astray."""
+    spec = TensorSpec(shape=(elements,), box=whole((elements,)), replicas="dense", init=Constant(value=0.0))
+    model = nn.Module()
+    model.add_module(
+        "large", Owner("large", {"weight": replace(spec, shape=(1,), box=whole((1,)))}, ALL[torch.float32])
+    )
+    owner = model.get_submodule("large")
+    assert isinstance(owner, Owner)
+    owner.declared["weight"], owner.weight = spec, nn.Parameter(torch.zeros(elements))
     optimizer = ChainedOptimizer(model, CONFIG, one_rank())
-    model.matrix.grad = torch.full((elements,), 0.1)
+    model.get_parameter("large.weight").grad = torch.full((elements,), 0.1)
     optimizer.accumulate()
-    assert optimizer.gradient_norm() == pytest.approx(float(np.float32(0.1)) * elements**0.5, rel=2e-5)
+    optimizer.reduce()
+    norm = optimizer.gradient_norm()
+    assert norm == pytest.approx(float(np.float32(0.1)) * elements**0.5, rel=2e-5)
+    optimizer.step(0.1, norm)
+    assert sum(piece.box.elements for piece in optimizer.state()) == 2 * elements
 
 
-@pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_a_gradient_that_is_not_finite_shows_in_the_norm(value: float) -> None:
-    model = Tensors()
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_a_gradient_that_is_not_finite_shows_in_the_norm_and_its_step_can_be_given_up(bad: float) -> None:
+    model = Tree()
     optimizer = ChainedOptimizer(model, CONFIG, one_rank())
-    model.experts.grad = torch.full_like(model.experts, value)
+    experts = model.get_parameter("layers.0.experts")
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    experts.grad = torch.full_like(experts, bad)
     optimizer.accumulate()
-    assert not np.isfinite(optimizer.gradient_norm())
+    optimizer.reduce()
+    assert not math.isfinite(optimizer.gradient_norm())
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    for parameter, begins in ((experts, False), (experts, True)):
+        if begins:
+            optimizer.begin({})
+        else:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.accumulate()
+        optimizer.reduce()
+        assert optimizer.gradient_norm() == pytest.approx(0.0 if begins else parameter.numel() ** 0.5)
 
 
-class DenseOnly(torch.nn.Module):
-    """A model, or a pipeline stage, without any expert."""
+def test_norm_and_step_before_the_sums_are_our_mistake() -> None:
+    optimizer = ChainedOptimizer(Tree(), CONFIG, one_rank())
+    with pytest.raises(AssertionError, match="comes after reduce"):
+        optimizer.gradient_norm()
+    with pytest.raises(AssertionError, match="comes after reduce"):
+        optimizer.step(0.1, 1.0)
+    optimizer.reduce()
+    optimizer.step(0.1, optimizer.gradient_norm())
+    with pytest.raises(AssertionError, match="comes after reduce"):
+        optimizer.step(0.1, 1.0)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = torch.nn.Parameter(torch.ones(7))
 
-    def specs(self) -> dict[str, TensorSpec]:
-        return {"gain": Tensors().specs()["gain"]}
+def test_a_parameter_that_nothing_reaches_only_decays_and_old_gradients_do_not_come_back() -> None:
+    model = Tree()
+    optimizer = ChainedOptimizer(model, replace(CONFIG, clip_norm=None), one_rank())
+    matrix = model.get_parameter("layers.0.matrix")
+    for step, reached in enumerate((False, True, False)):
+        if reached:
+            matrix.grad = torch.full_like(matrix, 100.0)
+        before = matrix.detach().clone()
+        optimizer.accumulate()
+        optimizer.reduce()
+        norm = optimizer.gradient_norm()
+        optimizer.step(0.1, norm)
+        if step == 0:
+            near(matrix, before * (1 - 0.1 * 0.25))
+        assert norm == (pytest.approx(100.0 * 91**0.5) if reached else 0.0)
 
 
-def test_a_model_without_experts_trains() -> None:
-    model = DenseOnly()
-    optimizer = ChainedOptimizer(model, CONFIG, one_rank())
-    model.gain.grad = torch.full((7,), 3.0)
+def test_a_restored_count_of_steps_is_that_of_every_shard() -> None:
+    optimizer = ChainedOptimizer(Tree(dtypes=MIXED), CONFIG, one_rank(), bucket_bytes=SMALL_BUCKET)
+    optimizer.set_steps(17)
+    counts = [state["step"].item() for state in optimizer.adam.update.state.values()]
+    assert optimizer.steps == 17 and counts == [17.0] * len(optimizer.buckets)
+
+
+def test_state_is_shared_with_the_optimizer_and_names_masters_only_where_they_are_copies() -> None:
+    optimizer = ChainedOptimizer(Tree(dtypes=MIXED), CONFIG, one_rank())
+    pieces = {piece.name: piece for piece in optimizer.state()}
+    masters = {name for name in pieces if ".master." in name}
+    assert masters == {"optimizer.master.layers.0.matrix", "optimizer.master.layers.0.norm"}
+    assert pieces["optimizer.exp_avg.layers.0.whole"].data.dtype == torch.float64
+    assert all((p.copy, p.copies) == (0, 1) for p in pieces.values())
+    for piece in pieces.values():
+        piece.data.fill_(2.0)
+    assert all(bool((piece.data == 2.0).all()) for piece in optimizer.state())
+
+
+def test_a_model_without_trained_parameters_has_an_optimizer_that_does_nothing() -> None:
+    optimizer = ChainedOptimizer(nn.Module(), CONFIG, one_rank())
+    optimizer.begin(1)
     optimizer.accumulate()
     optimizer.reduce()
     norm = optimizer.gradient_norm()
     optimizer.step(0.1, norm)
-    assert norm == pytest.approx(3 * 7**0.5) and bool((model.gain < 1.0).all())
-    assert [piece.name for piece in optimizer.state()] == ["optimizer.exp_avg.gain", "optimizer.exp_avg_sq.gain"]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_state_lists_moments_and_masters_by_canonical_name_and_leaves_buffers_out(dtype: torch.dtype) -> None:
-    optimizer = ChainedOptimizer(Tensors(dtype=dtype), CONFIG, one_rank())
-    kinds = ("exp_avg", "exp_avg_sq") + (("master",) if dtype == torch.bfloat16 else ())
-    pieces = {piece.name: piece for piece in optimizer.state()}
-    assert set(pieces) == {f"optimizer.{kind}.{name}" for kind in kinds for name in NAMES}
-    assert all(piece.data.dtype == torch.float32 for piece in pieces.values())
-    pieces["optimizer.exp_avg.experts"].data.fill_(2.0)
-    assert bool((optimizer.expert.state()["exp_avg"]["experts"] == 2.0).all())
-
-
-def test_a_restored_count_of_steps_is_that_of_both_kinds() -> None:
-    optimizer = ChainedOptimizer(Tensors(), CONFIG, one_rank())
-    optimizer.set_steps(17)
-    counts = [s["step"].item() for kind in (optimizer.dense, optimizer.expert) for s in kind.update.state.values()]
-    assert optimizer.steps == 17 and counts == [17.0] * 3
+    assert norm == 0.0 and optimizer.state() == [] and optimizer.steps == 1

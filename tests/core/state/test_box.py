@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.state.box import Box, intersect, part, shifted, tiling_fault, whole
+from core.state.box import Box, flat_boxes, intersect, part, shifted, tiling_fault, whole
 
 
 def boxes_in(shape: tuple[int, ...]) -> st.SearchStrategy[Box]:
@@ -104,3 +104,47 @@ def test_a_shifted_box_points_at_the_same_elements_of_the_piece() -> None:
     tensor = np.arange(35).reshape(5, 7)
     outer, inner = Box(offset=(1, 2), shape=(4, 5)), Box(offset=(3, 4), shape=(2, 2))
     assert np.array_equal(tensor[outer.slices][shifted(inner, outer.offset).slices], tensor[inner.slices])
+
+
+@given(st.data(), st.lists(st.integers(0, 4), max_size=5).map(tuple), st.integers(0, 9))
+def test_a_flat_range_is_few_boxes_that_hold_its_elements_once_in_order(
+    data: st.DataObject, shape: tuple[int, ...], shift: int
+) -> None:
+    elements = int(np.prod(shape))
+    start, stop = sorted((data.draw(st.integers(0, elements)), data.draw(st.integers(0, elements))))
+    box = Box(offset=tuple(shift + d for d in range(len(shape))), shape=shape)
+    piece = np.arange(elements)
+    found = flat_boxes(box, start, stop)
+    following = start
+    for inner, number in found:
+        assert number == following and inner.elements > 0
+        following += inner.elements
+        # the elements that the box names in the piece are those that lie there in the flat data
+        named = piece.reshape(shape)[shifted(inner, box.offset).slices]
+        assert np.array_equal(named, piece[number : number + inner.elements].reshape(inner.shape))
+    assert following == stop or (start == stop and not found)
+    assert len(found) <= max(1, 2 * len(shape) - 1)
+
+
+def test_flat_ranges_that_end_at_rows_are_single_boxes_and_others_have_ragged_ends() -> None:
+    box = Box(offset=(10, 20), shape=(5, 3))
+    assert flat_boxes(box, 0, 15) == ((box, 0),)
+    assert flat_boxes(box, 3, 9) == ((Box(offset=(11, 20), shape=(2, 3)), 3),)
+    assert flat_boxes(box, 4, 5) == ((Box(offset=(11, 21), shape=(1, 1)), 4),)
+    assert flat_boxes(box, 1, 14) == (
+        (Box(offset=(10, 21), shape=(1, 2)), 1),
+        (Box(offset=(11, 20), shape=(3, 3)), 3),
+        (Box(offset=(14, 20), shape=(1, 2)), 12),
+    )
+    assert flat_boxes(box, 7, 7) == ()
+    assert flat_boxes(whole(()), 0, 1) == ((whole(()), 0),)
+
+
+def test_the_largest_number_of_boxes_does_occur() -> None:
+    assert len(flat_boxes(whole((3, 3, 3, 3)), 1, 80)) == 7
+
+
+@pytest.mark.parametrize(("start", "stop"), [(-1, 3), (3, 2), (0, 16)])
+def test_a_range_outside_the_piece_is_refused(start: int, stop: int) -> None:
+    with pytest.raises(ValueError, match="piece that has 15"):
+        flat_boxes(whole((5, 3)), start, stop)

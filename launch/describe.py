@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
 from core.config.counts import Counts, count_parameters
 from core.config.family import Family
+from core.config.mapping import ParallelConfig
 from core.config.override import settings
 from core.config.run import RunConfig
-from core.parallel.mesh import Folding, fold
+from core.parallel.mesh import Folding, Mesh, fold
+from core.pipeline.layout import Layout, Part, layout_of, layout_text
 from launch.request import Planned
 
 SHOWN_GROUPS = 4
+SHOWN_PIPELINE_RANKS = 8
+NAME_WIDTH = 12
 
 
 def describe(planned: Planned, out: Path) -> str:
@@ -21,12 +26,10 @@ def describe(planned: Planned, out: Path) -> str:
     counts = count_parameters(run.model)
     mesh = fold(run.parallel, run.ranks)
     lines = [
-        f"{run.family} {run.size} on {run.hardware}, {run.ranks} {'rank' if run.ranks == 1 else 'ranks'}",
+        f"{run.family} {run.size} on {run.hardware}, {_counted(run.ranks, 'rank')}",
         f"  run folder   {out}",
         f"  parameters   {parameters(counts)}, {short(counts.active)} active a token",
-        f"  attention    {_folding(mesh.dense)}",
-        f"  experts      {_folding(mesh.expert)}",
-        *(f"               {line}" for line in (*_groups(mesh.dense, "dp"), *_groups(mesh.expert, "ep"))),
+        *mapping_lines(run),
         *(f"  {line}" for line in _batch(run, mesh.dense.size("dp"))),
         f"  data         {run.data.path or 'the Python standard library of this interpreter'}",
         "",
@@ -77,6 +80,61 @@ def list_rows(families: tuple[Family, ...]) -> Iterator[tuple[str, str, str, str
             )
 
 
+def mapping_lines(run: RunConfig) -> Iterator[str]:
+    """The mapping for a terminal: each fact behind its name, further lines of it below."""
+    for name, first, *more in mapping_facts(run):
+        yield f"  {name:<{NAME_WIDTH}} {first}"
+        yield from (f"  {'':<{NAME_WIDTH}} {line}" for line in more)
+
+
+def mapping_facts(run: RunConfig) -> Iterator[tuple[str, ...]]:
+    """Both foldings, what every pipeline rank holds where there are several parts, and what is sharded: name and lines of each."""
+    mesh, parallel = fold(run.parallel, run.ranks), run.parallel
+    yield "attention", _folding(mesh.dense), *_groups(mesh.dense, "dp")
+    yield "experts", f"{_folding(mesh.expert)}, {parallel.dispatcher} dispatcher", *_groups(mesh.expert, "ep")
+    layout = layout_of(run.model, parallel)
+    if len(layout.parts) > 1:
+        stages = f" of {layout.virtual} virtual stages" if layout.virtual > 1 else ""
+        first = f"{_counted(parallel.pp, 'rank')}{stages}, schedule {parallel.schedule}, layout {layout_text(layout)}"
+        yield "pipeline", first, *_held(layout)
+    yield "sharding", _sharding(parallel, mesh)
+
+
+def _held(layout: Layout) -> Iterator[str]:
+    """What each pipeline rank holds, stage by stage."""
+    for pp_rank in range(min(layout.pp, SHOWN_PIPELINE_RANKS)):
+        yield f"rank {pp_rank}: " + " | ".join(map(_part, layout.parts_of(pp_rank)))
+    if layout.pp > SHOWN_PIPELINE_RANKS:
+        yield f"and {layout.pp - SHOWN_PIPELINE_RANKS} more"
+
+
+def _part(part: Part) -> str:
+    words = [*(["embedding"] if part.embedding else []), *_range("layer", part.layers)]
+    words += [*_range("prediction module", part.ahead), *(["loss"] if part.loss else [])]
+    return ", ".join(words) or "nothing"
+
+
+def _range(name: str, numbers: tuple[int, ...]) -> Iterator[str]:
+    if len(numbers) == 1:
+        yield f"{name} {numbers[0]}"
+    elif numbers:
+        yield f"{name}s {numbers[0]}–{numbers[-1]}"
+
+
+def _sharding(parallel: ParallelConfig, mesh: Mesh) -> str:
+    """What lies apart of what tp cuts, and of experts, and over how many ranks."""
+    dense, expert = mesh.dense.size("cp") * mesh.dense.size("dp"), mesh.expert.size("edp")
+    if parallel.sharding == "zero1":
+        return f"zero1: optimizer states over {_counted(dense, 'rank')}, of experts over {expert}"
+    copies = parallel.fsdp_replicas
+    over = f"{_counted(dense // copies, 'rank')}, of experts over {expert // math.gcd(expert, copies)}"
+    return f"fsdp: parameters and optimizer states over {over}" + (f"; {copies} copies" if copies > 1 else "")
+
+
+def _counted(number: int, name: str, plural: str = "") -> str:
+    return f"{number} {name}" if number == 1 else f"{number} {plural or name + 's'}"
+
+
 def _folding(folding: Folding) -> str:
     return " × ".join(f"{axis} {size}" for axis, size in zip(folding.axes, folding.sizes, strict=True))
 
@@ -94,7 +152,8 @@ def _batch(run: RunConfig, replicas: int) -> Iterator[str]:
     microbatches = train.global_batch // (replicas * train.microbatch)
     yield (
         f"batch        {train.global_batch} sequences × {train.sequence_tokens} tokens = {tokens:,} tokens a step: "
-        f"{replicas} data-parallel × {microbatches} microbatches × {train.microbatch} sequences"
+        f"{replicas} data-parallel × {_counted(microbatches, 'microbatch', 'microbatches')} × "
+        f"{_counted(train.microbatch, 'sequence')}"
     )
     schedule = "" if train.schedule_steps in (None, train.steps) else f", of a schedule of {train.schedule_steps}"
     yield f"length       {train.steps} steps{schedule}, {tokens * train.steps:,} tokens"

@@ -8,11 +8,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from core.config.run import RunConfig
 from core.errors import RequestError
-from core.parallel.mesh import fold
 from core.training.metrics import read_metrics
-from launch.describe import short
+from launch.describe import mapping_facts, short
 from launch.folder import SAMPLES_FILE, SUMMARY_FILE, RunFile, read_json, read_run
 from launch.progress import duration
 from launch.report_figures import Picture, draw_all
@@ -48,7 +46,8 @@ figure img {{ display: block; width: 100%; height: auto; }}
 figcaption {{ margin-top: .6rem; color: var(--soft); font-size: .95rem; }}
 table {{ width: 100%; border-collapse: collapse; }}
 .facts {{ padding: .3rem 1rem; overflow-x: auto; }}
-td {{ padding: .35rem .4rem; vertical-align: top; border-bottom: 1px solid var(--line); overflow-wrap: anywhere; }}
+td {{ padding: .35rem .4rem; vertical-align: top; border-bottom: 1px solid var(--line); overflow-wrap: anywhere;
+  white-space: pre-line; }}
 tr:last-child td {{ border-bottom: 0; }}
 td:first-child {{ width: 13rem; color: var(--soft); }}
 .samples {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(20rem, 1fr)); gap: .8rem; }}
@@ -133,7 +132,8 @@ def _facts(file: RunFile, steps: list[dict[str, Any]], summary: Mapping[str, Any
     yield "model", f"{config.family}, size {config.size}"
     if "parameters" in summary:
         yield "parameters", f"{short(summary['parameters'])}, {short(summary['active_parameters'])} active a token"
-    yield "mapping", _mapping(config)
+    for name, *lines in mapping_facts(config):
+        yield name, "\n".join(lines)
     yield "precision", config.precision.compute
     train = config.train
     yield "batch", f"{train.global_batch} sequences of {train.sequence_tokens} tokens a step"
@@ -153,15 +153,6 @@ def _facts(file: RunFile, steps: list[dict[str, Any]], summary: Mapping[str, Any
     yield "seed", str(train.seed)
     yield "command", " ".join(file.command)
     yield "versions", ", ".join(f"{name} {text}" for name, text in file.versions.items())
-
-
-def _mapping(config: RunConfig) -> str:
-    mesh = fold(config.parallel, config.ranks)
-    dense, expert = (
-        " × ".join(f"{axis} {size}" for axis, size in zip(folding.axes, folding.sizes, strict=True))
-        for folding in (mesh.dense, mesh.expert)
-    )
-    return f"attention {dense}; experts {expert}; {config.parallel.dispatcher} dispatcher"
 
 
 def _figure(picture: Picture) -> str:

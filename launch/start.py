@@ -21,7 +21,7 @@ from core.config.run import RunConfig
 from core.errors import ConfigError, Fault, RequestError
 from core.training.metrics import read_metrics
 from launch.backends.protocol import Backend, Job, JobError
-from launch.describe import describe
+from launch.describe import describe, mapping_lines
 from launch.folder import SUMMARY_FILE, RunFile, holds_run, read_json, read_run, write_json, write_run
 from launch.profiles import find_profile
 from launch.request import Planned, Request, new_run, resumed_run
@@ -66,7 +66,7 @@ def start(asked: Start, backend: Backend | None = None) -> None:
     tokens = _prepare(planned.run, begun)
     write_run(out, _run_file(planned, tokens))
     _write_summary(out, planned.run, tokens)
-    click.echo(f"run folder: {out}")
+    click.echo("\n".join([f"run folder: {out}", *mapping_lines(planned.run)]))
     _run_workers(planned.run, out, backend or _this_machine())
 
 

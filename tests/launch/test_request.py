@@ -143,3 +143,30 @@ def test_a_plan_in_words_has_both_foldings_the_batch_and_every_origin() -> None:
     assert lines["model.moe.top_k"] == ["3", "--set"]
     assert lines["model.moe.shared"] == ["none", "preset"]
     assert lines["ranks"] == ["2", "preset"]
+
+
+def test_a_plan_in_words_says_what_every_pipeline_rank_holds_and_what_is_sharded() -> None:
+    settings = ("pp=2", "vpp=2", "layout=E|t|t|L", "schedule=zero_bubble", "dispatcher=allgather")
+    text = describe(plan(ranks=8, settings=tuple(f"parallel.{s}" for s in settings)), Path("runs/x"))
+    assert (
+        "attention    tp 1 × cp 1 × dp 4 × pp 2\n               dp groups of ranks {0, 1, 2, 3}, {4, 5, 6, 7}" in text
+    )
+    assert "experts      etp 1 × ep 2 × edp 2 × pp 2, allgather dispatcher" in text
+    assert "pipeline     2 ranks of 2 virtual stages, schedule zero_bubble, layout E|t|t|L" in text
+    assert "               rank 0: embedding | layer 1\n               rank 1: layer 0 | loss" in text
+    assert "sharding     zero1: optimizer states over 4 ranks, of experts over 2" in text
+    settings = ("sharding=fsdp", "fsdp_replicas=2")
+    text = describe(plan(ranks=4, settings=tuple(f"parallel.{s}" for s in settings)), Path("runs/x"))
+    assert "sharding     fsdp: parameters and optimizer states over 2 ranks, of experts over 1; 2 copies" in text
+    assert "pipeline" not in text
+
+
+def test_a_long_pipeline_is_cut_short_in_words() -> None:
+    text = describe(plan(ranks=12, settings=("parallel.pp=12", "parallel.ep=1")), Path("runs/x"))
+    assert "rank 0: embedding, layer" not in text and "rank 1: layer 0" in text
+    assert "rank 7: nothing\n               and 4 more" in text
+    deep = plan(
+        ranks=2, settings=("model.num_layers=9", "parallel.pp=2", "parallel.ep=1", "parallel.layout=E(t)*7|ttL")
+    )
+    text = describe(deep, Path("runs/x"))
+    assert "rank 0: embedding, layers 0–6" in text and "rank 1: layers 7–8, loss" in text

@@ -125,8 +125,8 @@ class Ranks:
         if len(self._workers) >= world:
             return
         context = multiprocessing.get_context("forkserver")
-        # The last is what torch imports with the first optimizer, two seconds of work.
-        context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])
+        # The last two are what torch imports with the first optimizer and with FSDP, two seconds of work.
+        context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "torch.distributed.fsdp"])
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         for rank in range(len(self._workers), world):

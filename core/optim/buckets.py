@@ -36,6 +36,11 @@ class Slot:
     passes_left: int = 0
 
     @property
+    def parameter(self) -> Tensor:
+        """The parameter of the model."""
+        return self.entry.tensor
+
+    @property
     def stop(self) -> int:
         """The end of the slot."""
         return self.start + self.entry.tensor.numel()
@@ -111,7 +116,7 @@ def pack(entries: Mapping[str, Entry], groups: Groups, bucket_bytes: int) -> tup
         group = replicas(entry.spec, groups)
         key = (group.axis, group.ranks, entry.spec.decay, entry.tensor.dtype)
         classes.setdefault(key, []).append((index, name, entry))
-    chunks = [chunk for members in classes.values() for chunk in _chunks(members, bucket_bytes)]
+    chunks = [chunk for members in classes.values() for chunk in chunks_of(members, bucket_bytes)]
     chunks.sort(key=lambda chunk: chunk[0][0], reverse=True)
     return tuple(_bucket([(name, entry) for _, name, entry in chunk], groups) for chunk in chunks)
 
@@ -121,7 +126,7 @@ def main_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _chunks(members: Sequence[tuple[int, str, Entry]], most_bytes: int) -> Iterator[list[tuple[int, str, Entry]]]:
+def chunks_of(members: Sequence[tuple[int, str, Entry]], most_bytes: int) -> Iterator[list[tuple[int, str, Entry]]]:
     """Neighbours together, filled from the end, since backward begins there; each chunk in module order."""
     chunk: list[tuple[int, str, Entry]] = []
     filled = 0
@@ -145,8 +150,8 @@ def _bucket(members: Sequence[tuple[str, Entry]], groups: Groups) -> Bucket:
     starts, filled = [], 0
     for _, entry in members:
         starts.append(filled)
-        filled += _rounded_up(entry.tensor.numel(), unit)
-    size = _rounded_up(filled, unit * group.size)
+        filled += rounded_up(entry.tensor.numel(), unit)
+    size = rounded_up(filled, unit * group.size)
     parameters = torch.zeros(size, dtype=like.dtype, device=like.device)
     gradients = torch.zeros(size, dtype=main_dtype(like.dtype), device=like.device)
     slots = []
@@ -160,5 +165,6 @@ def _bucket(members: Sequence[tuple[str, Entry]], groups: Groups) -> Bucket:
     return Bucket(slots=tuple(slots), group=group, decay=first.spec.decay, parameters=parameters, gradients=gradients)
 
 
-def _rounded_up(count: int, unit: int) -> int:
+def rounded_up(count: int, unit: int) -> int:
+    """The least multiple of `unit` that is not below `count`."""
     return math.ceil(count / unit) * unit

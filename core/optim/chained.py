@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -11,14 +11,12 @@ from core.config.run import OptimizerConfig
 from core.optim.adam import AdamW, Shard
 from core.optim.buckets import BUCKET_BYTES, Bucket, pack
 from core.optim.distributed import Gathering, Reduction
+from core.optim.norm import sum_of_squares
 from core.parallel.collectives import all_reduce_sum
 from core.parallel.groups import Groups
 from core.state.box import flat_boxes
 from core.state.inventory import declared
 from core.state.sharded import ShardedTensor
-
-# Elements whose squares are added in the gradients' own precision.
-_NORM_ROW = 4096
 
 
 class ChainedOptimizer:
@@ -60,7 +58,7 @@ class ChainedOptimizer:
     def gradient_norm(self) -> float:
         """The norm of the whole model's gradient, each element counted once: one all-reduce of one number over the world."""
         assert self.reduction.done, "gradient_norm() comes after reduce()"
-        squares = _sum_of_squares([shard.gradient for shard in self.shards])
+        squares = sum_of_squares([shard.gradient for shard in self.shards])
         return float(all_reduce_sum(squares, self.groups.world).sqrt())
 
     @torch.no_grad()
@@ -127,18 +125,3 @@ def _pieces(kind: str, flat: Tensor, bucket: Bucket) -> Iterator[ShardedTensor]:
             at = slot.start + number - low
             data = flat[at : at + box.elements].view(box.shape)
             yield ShardedTensor(name=f"optimizer.{kind}.{slot.name}", shape=spec.shape, box=box, data=data)
-
-
-def _sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
-    """The sum of squares of all elements, a float64 scalar.
-
-    Torch adds up a float32 norm in float32: over tens of millions of elements that is a percent off, and by how much depends on
-    how experts lie on ranks. Short rows are exact enough, and their sum is float64.
-    """
-    total = torch.zeros((), dtype=torch.float64, device=tensors[0].device if tensors else None)
-    for tensor in tensors:
-        flat = tensor.reshape(-1)
-        full = flat.numel() // _NORM_ROW * _NORM_ROW
-        for rows in (flat[:full].view(-1, _NORM_ROW), flat[None, full:]):
-            total += torch.linalg.vector_norm(rows, dim=1).to(torch.float64).square().sum()
-    return total

@@ -9,18 +9,62 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from core.optim.buckets import Bucket, Slot
+from core.optim.buckets import Bucket
+from core.parallel.groups import Group
 from core.parallel.pending import Pending, start_all_gather, start_reduce_scatter
+
+
+class SumSlot(Protocol):
+    """A parameter whose gradients are added up in a bucket; see `core.optim.buckets.Slot`."""
+
+    name: str
+    filled: bool
+    passes_left: int
+
+    @property
+    def parameter(self) -> Tensor:
+        """The parameter of the model, which gets a `.grad`."""
+        ...
+
+    def take(self) -> None:
+        """Add the parameter's `.grad` to the main gradient, and clear it."""
+        ...
+
+
+class SumBucket(Protocol):
+    """Parameters whose main gradients are summed over the same copies at once; see `core.optim.buckets.Bucket`."""
+
+    waiting: int
+
+    @property
+    def slots(self) -> Sequence[SumSlot]:
+        """The parameters."""
+        ...
+
+    @property
+    def group(self) -> Group:
+        """The ranks that hold copies."""
+        ...
+
+    @property
+    def gradients(self) -> Tensor:
+        """The main gradients [group.size * n]."""
+        ...
+
+    def zero_unreached(self) -> None:
+        """Let a parameter that no pass reached count as zero."""
+        ...
 
 
 class Reduction:
     """Adds up gradients in the buckets' main gradients and sums them over copies; each rank ends with its own part."""
 
-    def __init__(self, buckets: Sequence[Bucket]) -> None:
+    def __init__(self, buckets: Sequence[SumBucket]) -> None:
         self.buckets = tuple(buckets)
         self.slots = {slot.name: (bucket, slot) for bucket in buckets for slot in bucket.slots}
         self.done = False
@@ -28,7 +72,7 @@ class Reduction:
         self._started = 0  # so many buckets, from the first, are under way or summed
         self._pending: deque[Pending] = deque()
         for bucket, slot in self.slots.values():
-            slot.entry.tensor.register_post_accumulate_grad_hook(partial(self._arrived, bucket, slot))
+            slot.parameter.register_post_accumulate_grad_hook(partial(self._arrived, bucket, slot))
 
     def begin(self, passes: Mapping[str, int] | int) -> None:
         """Start a step of which it is known how many backward passes reach each parameter; those left out: none."""
@@ -46,7 +90,7 @@ class Reduction:
     def accumulate(self) -> None:
         """Take over every gradient that lies in a parameter's `.grad`."""
         for bucket, slot in self.slots.values():
-            if slot.entry.tensor.grad is not None:
+            if slot.parameter.grad is not None:
                 if self.done:  # that step was abandoned
                     self.clear()
                 self._take(bucket, slot)
@@ -68,14 +112,14 @@ class Reduction:
             slot.filled = False
         self._begun, self.done, self._started = False, False, 0
 
-    def _arrived(self, bucket: Bucket, slot: Slot, parameter: Tensor) -> None:
+    def _arrived(self, bucket: SumBucket, slot: SumSlot, parameter: Tensor) -> None:
         """The hook behind each parameter's gradient. A backward outside a step that has begun is none of our business."""
         # Without a gradient: it was put off, and comes by hand.
-        if self._begun and slot.entry.tensor.grad is not None:
+        if self._begun and slot.parameter.grad is not None:
             self._take(bucket, slot)
 
     @torch.no_grad()
-    def _take(self, bucket: Bucket, slot: Slot) -> None:
+    def _take(self, bucket: SumBucket, slot: SumSlot) -> None:
         slot.take()
         if not self._begun:
             return

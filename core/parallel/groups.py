@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -55,6 +56,23 @@ class Group:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ShardGroups:
+    """One rank's groups under FSDP, where the ranks that would hold copies of a piece hold shards of it.
+
+    dense: cp * dp, over whose ranks a dense piece is cut into shards; expert: edp. Hybrid sharding takes the inner part of dp
+    and of edp, and the outer part holds copies of the shards. copies: by every divisor n of tp, who holds the same shard of a
+    dense piece that n neighbours along tp hold: those neighbours, times dp's outer part. expert_copies: edp's outer part.
+    embedding_copies: dp's outer part times the pipeline ranks that hold the embedding; this rank alone where it holds none.
+    """
+
+    dense: Group
+    expert: Group
+    expert_copies: Group
+    embedding_copies: Group
+    copies: Mapping[int, Group]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Groups:
     """One rank's groups of both foldings.
 
@@ -64,7 +82,8 @@ class Groups:
     replicas: cp * dp, the ranks that hold equal copies of what tp cuts. adjacent: by every divisor n of tp, n neighbours along
     tp times cp * dp. edp: the ranks that hold copies of the same experts. embedding: tp's cut of the embedding on all pipeline
     ranks that hold it, times cp * dp; this rank alone where it holds none. pipes: pp once for each kind of message and
-    direction, so that messages on one of them arrive in the order in which they were sent, whatever the backend.
+    direction, so that messages on one of them arrive in the order in which they were sent, whatever the backend. shards: under
+    FSDP alone.
     """
 
     tp: Group
@@ -84,6 +103,7 @@ class Groups:
     world: Group
     adjacent: Mapping[int, Group]
     pipes: Mapping[Pipe, Group]
+    shards: ShardGroups | None = None
 
 
 _DENSE = {"tp": ("tp",), "cp": ("cp",), "dp": ("dp",), "pp": ("pp",), "replicas": ("cp", "dp")}
@@ -102,36 +122,78 @@ class Divisions:
 
     named: Mapping[str, Division]
     adjacent: Mapping[int, Division]
+    shards: ShardDivisions | None = None
 
     def assemble(self, make: MakeGroup) -> Groups:
         """One rank's groups out of what `make` makes of each division, always in the same order."""
         mine = {name: make(name, division, None) for name, division in self.named.items()}
         adjacent = {n: make("replicas", division, None) for n, division in self.adjacent.items()}
         pipes = {pipe: make("pp", self.named["pp"], pipe) for pipe in PIPES}
-        return Groups(**mine, adjacent=adjacent, pipes=pipes)
+        shards = None if self.shards is None else self.shards.assemble(make)
+        return Groups(**mine, adjacent=adjacent, pipes=pipes, shards=shards)
 
 
-def divide(mesh: Mesh, *, heads: int = 1, embedding_stages: tuple[int, ...] = (0,)) -> Divisions:
-    """The divisions of a mesh; heads and embedding_stages as for `make_groups`. Raises ValueError where heads does not divide cp."""
+@dataclass(frozen=True, kw_only=True)
+class ShardDivisions:
+    """The divisions behind `ShardGroups`, by the name under which their groups count bytes."""
+
+    named: Mapping[str, tuple[str, Division]]
+    copies: Mapping[int, Division]
+
+    def assemble(self, make: MakeGroup) -> ShardGroups:
+        """One rank's groups, always in the same order."""
+        mine = {field: make(name, division, None) for field, (name, division) in self.named.items()}
+        return ShardGroups(**mine, copies={n: make("replicas", d, None) for n, d in self.copies.items()})
+
+
+def divide(
+    mesh: Mesh, *, heads: int = 1, embedding_stages: tuple[int, ...] = (0,), fsdp_replicas: int | None = None
+) -> Divisions:
+    """The divisions of a mesh; options as for `make_groups`. Raises ValueError where heads does not divide cp, or fsdp_replicas dp."""
     named: dict[str, Division] = {}
     for folding, names in ((mesh.dense, _DENSE), (mesh.expert, _EXPERT), (mesh.dense.split("cp", heads), _CONTEXT)):
         named |= {name: Division(folding=folding, axes=axes) for name, axes in names.items()}
     stages = tuple(sorted(embedding_stages))
     named["embedding"] = Division(folding=mesh.dense, axes=("cp", "dp", "pp"), stages=stages)
-    tp = mesh.dense.size("tp")
     adjacent = {
-        n: Division(folding=mesh.dense.split("tp", n), axes=("tp.inner", "cp", "dp"))
-        for n in range(1, tp + 1)
-        if tp % n == 0
+        n: Division(folding=mesh.dense.split("tp", n), axes=("tp.inner", "cp", "dp")) for n in _neighbours(mesh)
     }
-    return Divisions(named=named, adjacent=adjacent)
+    shards = None if fsdp_replicas is None else _divide_into_shards(mesh, stages, fsdp_replicas)
+    return Divisions(named=named, adjacent=adjacent, shards=shards)
+
+
+def _divide_into_shards(mesh: Mesh, stages: tuple[int, ...], replicas: int) -> ShardDivisions:
+    """`replicas` whole copies along dp. Experts have as many of them as their own edp allows: fewer where ep is larger than dp."""
+    if mesh.dense.size("dp") % replicas:
+        raise ValueError(f"dp of {mesh.dense.size('dp')} ranks does not hold {replicas} whole copies")
+    dense = mesh.dense.split("dp", mesh.dense.size("dp") // replicas)
+    edp = mesh.expert.size("edp")
+    expert = mesh.expert.split("edp", edp // math.gcd(edp, replicas))
+    named = {
+        "dense": ("replicas", Division(folding=dense, axes=("cp", "dp.inner"))),
+        "expert": ("edp", Division(folding=expert, axes=("edp.inner",))),
+        "expert_copies": ("edp", Division(folding=expert, axes=("edp.outer",))),
+        "embedding_copies": ("embedding", Division(folding=dense, axes=("dp.outer", "pp"), stages=stages)),
+    }
+    copies = {n: Division(folding=dense.split("tp", n), axes=("tp.inner", "dp.outer")) for n in _neighbours(mesh)}
+    return ShardDivisions(named=named, copies=copies)
+
+
+def _neighbours(mesh: Mesh) -> tuple[int, ...]:
+    """How many neighbours along tp can hold the same: the divisors of tp."""
+    tp = mesh.dense.size("tp")
+    return tuple(n for n in range(1, tp + 1) if tp % n == 0)
 
 
 def one_rank(meter: Meter | None = None) -> Groups:
     """The groups of a world of one rank: nothing communicates."""
     names = (*_DENSE, *_EXPERT, *_CONTEXT, "embedding")
     alone = {name: Group(ranks=(0,), position=0, handle=None, axis=name, meter=meter) for name in names}
-    return Groups(**alone, adjacent={1: alone["replicas"]}, pipes=dict.fromkeys(PIPES, alone["pp"]))
+    dense, expert = alone["replicas"], alone["edp"]
+    shards = ShardGroups(
+        dense=dense, expert=expert, expert_copies=expert, embedding_copies=alone["embedding"], copies={1: dense}
+    )
+    return Groups(**alone, adjacent={1: dense}, pipes=dict.fromkeys(PIPES, alone["pp"]), shards=shards)
 
 
 def make_groups(
@@ -140,6 +202,7 @@ def make_groups(
     *,
     heads: int = 1,
     embedding_stages: tuple[int, ...] = (0,),
+    fsdp_replicas: int | None = None,
     timeout: timedelta = TIMEOUT,
     meter: Meter | None = None,
     baton: Baton | None = None,
@@ -147,12 +210,14 @@ def make_groups(
     """The groups of `rank`. Every rank of the world must call it, in the same order: making a group is collective.
 
     heads: size of the groups that exchange heads inside cp. embedding_stages: pipeline ranks that hold the embedding.
+    fsdp_replicas: whole copies along dp of what FSDP shards; None without FSDP.
     timeout: how long a collective waits for the other ranks before it raises. meter, baton: what the groups are given.
     """
     # In a fake world (core/parallel/fake.py) there are no others, and tens of thousands of groups would be made for nobody.
     alone = dist.is_initialized() and dist.get_backend() == dist.Backend.FAKE
     maker = _Maker(rank=rank, timeout=timeout, meter=meter, baton=baton, alone=alone)
-    return divide(mesh, heads=heads, embedding_stages=embedding_stages).assemble(maker.group)
+    divisions = divide(mesh, heads=heads, embedding_stages=embedding_stages, fsdp_replicas=fsdp_replicas)
+    return divisions.assemble(maker.group)
 
 
 def groups_for(
@@ -170,6 +235,7 @@ def groups_for(
         dist.get_rank(),
         heads=parallel.cp_alltoall,
         embedding_stages=embedding_stages,
+        fsdp_replicas=parallel.fsdp_replicas if parallel.sharding == "fsdp" else None,
         timeout=timeout,
         meter=meter,
         baton=Baton() if parallel.schedule == "combined" else None,

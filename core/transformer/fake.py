@@ -53,7 +53,7 @@ class FakeStages:
         """As `inventory` of the rank's stage, data on the meta device."""
         groups = self.groups(rank)
         entries = self._entries_of(rank, groups)
-        return {name: piece_of(name, entry.spec, entry.tensor, groups) for name, entry in entries.items()}
+        return {name: piece_of(name, entry, entry.tensor, groups) for name, entry in entries.items()}
 
     @property
     def distinct(self) -> int:

@@ -1,0 +1,188 @@
+"""AdamW over what FSDP leaves of a model on each rank: shards of parameters, gradients and moments (arXiv 2304.11277)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from core.config.run import OptimizerConfig
+from core.optim.adam import AdamW, Shard
+from core.optim.buckets import ALIGNMENT_BYTES, BUCKET_BYTES, chunks_of, main_dtype, rounded_up
+from core.optim.distributed import Reduction
+from core.optim.norm import sum_of_squares
+from core.parallel.collectives import all_reduce_sum
+from core.parallel.groups import Group, Groups
+from core.parallel.pending import start_all_gather
+from core.state.inventory import Entry, copies, declared, piece_of
+from core.state.shard import local
+from core.state.sharded import ShardedTensor
+from core.transformer.stage import Stage
+
+
+@dataclass(eq=False, kw_only=True)
+class ShardSlot:
+    """One parameter: what this rank holds of it (all of it where FSDP had nothing to share) and of its main gradient.
+
+    parameter: the model's own, whose `.grad` FSDP has summed over the ranks of the shards. gradient: a piece of the bucket's
+    buffer, in the shape of the shard. master: what is updated, the shard itself if it is precise enough. filled: whether the
+    gradient is of this step. passes_left: how many more backward passes of this step will reach the parameter.
+    """
+
+    name: str
+    entry: Entry
+    parameter: nn.Parameter
+    gradient: Tensor
+    master: Tensor
+    filled: bool = False
+    passes_left: int = 0
+
+    def take(self) -> None:
+        """Add the parameter's `.grad` to the main gradient, and clear it."""
+        assert self.parameter.grad is not None, f"{self.name}: has no gradient"
+        fresh = local(self.parameter.grad)
+        self.parameter.grad = None
+        if self.filled:
+            self.gradient.add_(fresh)
+        else:
+            self.gradient.copy_(fresh)
+        self.filled = True
+
+
+@dataclass(eq=False, kw_only=True)
+class ShardBucket:
+    """Parameters of whose shards the same ranks hold copies; gradients: [group.size * n] in float32, or float64 for such."""
+
+    slots: tuple[ShardSlot, ...]
+    group: Group
+    gradients: Tensor
+    waiting: int = 0
+
+    def zero_unreached(self) -> None:
+        """Let a parameter that no pass reached count as zero."""
+        for slot in self.slots:
+            if not slot.filled:
+                slot.gradient.zero_()
+
+
+class FullyShardedOptimizer:
+    """AdamW on the shards of a model that `core.optim.fsdp.shard` has prepared; see Optimizer for its use.
+
+    FSDP sums a module's gradients over the ranks of the shards at the end of each backward. Copies of shards (of an outer
+    replica axis, of neighbours along tp that hold the same, of an embedding on several pipeline ranks) are summed here once a
+    step, beside the last backward that reaches them.
+    """
+
+    def __init__(
+        self, model: Stage, config: OptimizerConfig, groups: Groups, *, bucket_bytes: int = BUCKET_BYTES
+    ) -> None:
+        self.config = config
+        self.compute = model.place.dtype
+        self.groups = groups
+        self.steps = 0
+        self.buckets = _pack(model, groups, bucket_bytes)
+        self.slots = [slot for bucket in self.buckets for slot in bucket.slots if slot.gradient.numel()]
+        self.shards = [Shard(master=s.master, gradient=s.gradient, decay=s.entry.spec.decay) for s in self.slots]
+        self.adam = AdamW(self.shards, config)
+        self.reduction = Reduction(self.buckets)
+
+    def begin(self, passes: Mapping[str, int] | int) -> None:
+        """Say how many backward passes of the coming step reach each parameter (left out: none; a number: all).
+
+        Until `reduce`, every shard's gradient is then taken over as soon as FSDP has it, and the sum over copies of a bucket
+        starts behind the last.
+        """
+        self.reduction.begin(passes)
+
+    def accumulate(self) -> None:
+        """Take over the gradients that the last backward left."""
+        self.reduction.accumulate()
+
+    def reduce(self) -> None:
+        """Sum all main gradients over the copies of their shards, every rank its own; waits for the other ranks."""
+        self.reduction.reduce()
+        shared = [bucket for bucket in self.buckets if bucket.group.size > 1]
+        for pending in [start_all_gather(bucket.gradients, bucket.group) for bucket in shared]:
+            pending.wait()
+
+    def gradient_norm(self) -> float:
+        """The norm of the whole model's gradient, each element counted once: one all-reduce of one number over the world."""
+        assert self.reduction.done, "gradient_norm() comes after reduce()"
+        squares = sum_of_squares([bucket.gradients for bucket in self.buckets if bucket.group.position == 0])
+        return float(all_reduce_sum(squares.to(self.buckets[0].gradients.device), self.groups.world).sqrt())
+
+    @torch.no_grad()
+    def step(self, rate: float, norm: float) -> None:
+        """Scale gradients of the global norm `norm` down to clip_norm where they exceed it, and update every shard."""
+        assert self.reduction.done, "step() comes after reduce()"
+        limit = self.config.clip_norm
+        if limit is not None and norm > limit:
+            for bucket in self.buckets:
+                bucket.gradients.mul_(limit / norm)
+        self.adam.step(rate)
+        for slot in self.slots:
+            if slot.master.dtype != slot.entry.tensor.dtype:
+                slot.entry.tensor.copy_(slot.master)
+        self.reduction.clear()
+        self.steps += 1
+
+    def wait_for(self, prefix: str) -> None:
+        """Nothing: FSDP gathers parameters where they are used."""
+
+    def wait_all(self) -> None:
+        """Nothing: shards are complete."""
+
+    def state(self) -> list[ShardedTensor]:
+        """Moments of my shards, and masters where the model computes in less: `optimizer.<kind>.<parameter>`, data shared.
+
+        The masters of sharded parameters are those parameters: whoever fills both from a checkpoint fills the model first.
+        """
+        return [
+            piece_of(f"optimizer.{kind}.{slot.name}", slot.entry, data, self.groups)
+            for slot, shard in zip(self.slots, self.shards, strict=True)
+            for kind, data in (self.adam.moments(shard) | self._masters(slot)).items()
+        ]
+
+    def set_steps(self, steps: int) -> None:
+        """Continue as after `steps` updates."""
+        self.steps = steps
+        self.adam.set_steps(steps)
+
+    def _masters(self, slot: ShardSlot) -> dict[str, Tensor]:
+        return {} if slot.master.dtype == self.compute else {"master": slot.master}
+
+
+@torch.no_grad()
+def _pack(model: nn.Module, groups: Groups, bucket_bytes: int) -> tuple[ShardBucket, ...]:
+    """The trained parameters in buckets, in the order in which backward completes them; see `core.optim.buckets.pack`."""
+    parameters = dict(model.named_parameters())
+    classes: dict[tuple[tuple[int, ...], torch.dtype], list[tuple[int, str, Entry]]] = {}
+    for index, (name, entry) in enumerate(declared(model).items()):
+        if entry.spec.trained:
+            key = copies(entry, groups).ranks, main_dtype(entry.tensor.dtype)
+            classes.setdefault(key, []).append((index, name, entry))
+    chunks = [chunk for members in classes.values() for chunk in chunks_of(members, bucket_bytes)]
+    chunks.sort(key=lambda chunk: chunk[0][0], reverse=True)
+    return tuple(_bucket([(name, entry, parameters[name]) for _, name, entry in chunk], groups) for chunk in chunks)
+
+
+def _bucket(members: Sequence[tuple[str, Entry, nn.Parameter]], groups: Groups) -> ShardBucket:
+    """The main gradients of some parameters, zero."""
+    first = members[0][1]
+    group, dtype = copies(first, groups), main_dtype(first.tensor.dtype)
+    unit = ALIGNMENT_BYTES // dtype.itemsize
+    starts, filled = [], 0
+    for _, entry, _ in members:
+        starts.append(filled)
+        filled += rounded_up(entry.tensor.numel(), unit)
+    gradients = torch.zeros(rounded_up(filled, unit * group.size), dtype=dtype, device=first.tensor.device)
+    slots = []
+    for (name, entry, parameter), start in zip(members, starts, strict=True):
+        # Not the parameter itself, which FSDP and autograd give gradients of their own.
+        held = entry.tensor.detach()
+        gradient = gradients[start : start + held.numel()].view(held.shape)
+        master = held if held.dtype == dtype else held.to(dtype)
+        slots.append(ShardSlot(name=name, entry=entry, parameter=parameter, gradient=gradient, master=master))
+    return ShardBucket(slots=tuple(slots), group=group, gradients=gradients)

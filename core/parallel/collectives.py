@@ -90,6 +90,21 @@ def all_to_all(x: Tensor, send_rows: Sequence[int], receive_rows: Sequence[int],
     return _AllToAll.apply(x, tuple(send_rows), tuple(receive_rows), group)
 
 
+def all_to_all_equal(x: Tensor, group: Group) -> Tensor:
+    """The equally many rows that every rank has for me, in the order of the ranks: [size * rows, …] -> the same shape.
+
+    Without gradient (for counts). Raises ValueError if the rows do not divide.
+    """
+    if x.shape[0] % group.size:
+        raise ValueError(f"{x.shape[0]} rows do not divide into equal parts for {group.size} ranks")
+    if group.handle is None:
+        return x
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    group.count("all_to_all", x.nbytes // group.size * (group.size - 1))
+    group.wait(dist.all_to_all_single(out, x.detach().contiguous(), group=group.handle, async_op=True))
+    return out
+
+
 def all_reduce_sum(x: Tensor, group: Group) -> Tensor:
     """A new tensor with the sum of `x` over the ranks, the same on each; without gradient (for counts and norms)."""
     return _all_reduce(x, group, dist.ReduceOp.SUM)

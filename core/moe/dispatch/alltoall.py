@@ -14,7 +14,7 @@ from torch import Tensor
 from core.kernels.permute import RowMap, map_rows, permute, permute_weights, unpermute
 from core.moe.dispatch.protocol import ExpertRows, Rows
 from core.moe.router import Routing
-from core.parallel.collectives import all_gather, all_gather_rows, all_to_all, reduce_scatter_rows
+from core.parallel.collectives import all_gather, all_gather_rows, all_to_all, all_to_all_equal, reduce_scatter_rows
 from core.parallel.groups import Groups
 
 
@@ -50,7 +50,7 @@ class AllToAllDispatcher:
         rows = permute(hidden_TH, mine)
         weights = permute_weights(routing.weights_TK, mine)
         peers, even = self.ep.size, self.experts // self.ep.size
-        received = all_to_all(mine.counts_E, [even] * peers, [even] * peers, self.ep)
+        received = all_to_all_equal(mine.counts_E, self.ep)
         arrived = all_gather(received, self.etp).view(self.etp.size, peers, even).tolist()
         plan = AllToAllPlan(
             mine=mine,

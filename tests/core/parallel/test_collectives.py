@@ -17,6 +17,7 @@ from core.parallel.collectives import (
     all_reduce_max,
     all_reduce_sum,
     all_to_all,
+    all_to_all_equal,
     reduce_scatter,
     reduce_scatter_rows,
 )
@@ -152,6 +153,22 @@ def test_exchanged_rows_arrive_in_the_order_of_ranks_and_their_gradients_travel_
             _same(y, np.concatenate(expected), dtype)
             if gradient is not None:
                 _same(gradient, np.concatenate(expected_gradient), dtype)
+
+
+def _equal_parts_on(rank: int, world: int, rows: int) -> tuple[Tensor, int]:
+    meter = Meter()
+    group = replace(_world_group(rank, world), axis="ep", meter=meter)
+    numbers = torch.arange(world * rows * 2).view(world * rows, 2) + 1000 * rank
+    return all_to_all_equal(numbers.T.contiguous().T, group), meter.by_axis().get("ep", 0)
+
+
+@pytest.mark.parametrize(("world", "rows"), [(1, 3), (2, 0), (3, 1), (4, 2)])
+def test_equal_parts_arrive_in_the_order_of_ranks_and_are_counted(ranks: Ranks, world: int, rows: int) -> None:
+    everything = np.arange(world * rows * 2).reshape(world, rows, 2)
+    for rank, (arrived, sent_bytes) in enumerate(ranks.run(_equal_parts_on, world, rows)):
+        expected = np.concatenate([everything[rank] + 1000 * sender for sender in range(world)])
+        assert arrived.tolist() == expected.tolist()
+        assert sent_bytes == (world - 1) * rows * 2 * 8
 
 
 def _scaled_path(rank: int, world: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -302,6 +319,7 @@ def test_a_group_of_one_rank_needs_no_torch_distributed_and_counts_nothing() -> 
     assert reduce_scatter(x, alone) is x
     assert reduce_scatter_rows(x, [3], alone) is x
     assert all_to_all(x, [3], [3], alone) is x
+    assert all_to_all_equal(x, alone) is x
     total = all_reduce_sum(x, alone)
     assert torch.equal(total, x) and not total.requires_grad and total.data_ptr() != x.data_ptr()
     assert not meter.sent_bytes
@@ -322,6 +340,8 @@ def test_rows_that_disagree_with_their_counts_are_refused_before_anything_is_sen
         all_gather_rows(x, [2, 3], pair)
     with pytest.raises(ValueError, match=r"counts=\(2, 3\) are 5 rows, not 3"):
         reduce_scatter_rows(x, [2, 3], pair)
+    with pytest.raises(ValueError, match="3 rows do not divide into equal parts for 2 ranks"):
+        all_to_all_equal(x, pair)
     with pytest.raises(ValueError, match="3 rows do not divide into equal parts for 2 ranks"):
         reduce_scatter(x, pair)
     with pytest.raises(ValueError, match="without dimensions"):

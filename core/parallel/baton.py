@@ -40,9 +40,9 @@ class Baton:
             self.changed.wait_for(lambda: self.turn == me)
 
     def _side(self, me: int, work: Callable[[], None], errors: list[BaseException]) -> None:
-        with self.changed:
-            self.changed.wait_for(lambda: self.turn == me)
         try:
+            with self.changed:
+                self.changed.wait_for(lambda: self.turn == me)
             work()
         except BaseException as error:
             errors.append(error)

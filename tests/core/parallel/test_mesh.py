@@ -108,3 +108,40 @@ def test_a_hundred_thousand_ranks_take_a_moment() -> None:
     assert mesh.expert.members(70_000, ("ep",)) == tuple(range(69_952, 70_016))
     assert len(mesh.expert.groups(("ep",))) == 1600
     assert time.monotonic() - start < 30  # a moment is under a second; a quadratic algorithm would take an hour
+
+
+@given(meshes(), st.data())
+def test_splitting_an_axis_numbers_its_places_by_their_inner_one_first(mesh: Mesh, data: st.DataObject) -> None:
+    for folding in (mesh.dense, mesh.expert):
+        axis = data.draw(st.sampled_from(folding.axes))
+        size = folding.size(axis)
+        inner = data.draw(st.sampled_from([n for n in range(1, size + 1) if size % n == 0]))
+        split = folding.split(axis, inner)
+        assert split.world == folding.world
+        at = folding.axes.index(axis)
+        for rank in range(folding.world):
+            whole, parts = folding.coordinates(rank), split.coordinates(rank)
+            assert parts[at] == whole[at] % inner and parts[at + 1] == whole[at] // inner
+            assert parts[:at] + parts[at + 2 :] == whole[:at] + whole[at + 1 :]
+            assert split.rank_at(parts) == rank
+        assert (split.size(f"{axis}.inner"), split.size(f"{axis}.outer")) == (inner, size // inner)
+        both = (f"{axis}.inner", f"{axis}.outer")
+        assert split.groups(both) == folding.groups((axis,))
+        others = tuple(name for name in folding.axes if name != axis)
+        assert split.groups(others) == folding.groups(others)
+
+
+def test_neighbours_of_a_split_axis_stride_over_the_axes_that_vary_faster() -> None:
+    dense = fold(ParallelConfig(tp=2, cp=4), 16).dense.split("cp", 2)
+    assert dense.axes == ("tp", "cp.inner", "cp.outer", "dp", "pp") and dense.sizes == (2, 2, 2, 2, 1)
+    assert dense.members(5, ("cp.inner",)) == (5, 7)
+    assert dense.members(5, ("cp.outer",)) == (1, 5)
+    assert dense.groups(("cp.outer",))[:4] == ((0, 4), (1, 5), (2, 6), (3, 7))
+    twice = fold(ParallelConfig(tp=8), 8).dense.split("tp", 4).split("tp.inner", 2)
+    assert twice.members(6, ("tp.inner.inner",)) == (6, 7) and twice.members(6, ("tp.inner.outer",)) == (4, 6)
+
+
+@pytest.mark.parametrize(("size", "inner"), [(4, 3), (3, 2), (1, 2), (2, 4)])
+def test_an_axis_that_does_not_fold_into_such_groups_is_refused(size: int, inner: int) -> None:
+    with pytest.raises(ValueError, match=f"^tp of {size} ranks does not fold into groups of {inner}$"):
+        fold(ParallelConfig(tp=size), size).dense.split("tp", inner)

@@ -37,19 +37,30 @@ class PlannedWorld:
         return Group(ranks=members, position=bisect_left(members, rank), handle=None, axis=name)
 
 
-def plan_world(mesh: Mesh, *, heads: int = 1, embedding_stages: tuple[int, ...] = (0,)) -> PlannedWorld:
-    """The planned groups of all ranks of `mesh`; heads and embedding_stages as for `make_groups`."""
-    return PlannedWorld(divisions=divide(mesh, heads=heads, embedding_stages=embedding_stages))
+def plan_world(
+    mesh: Mesh, *, heads: int = 1, embedding_stages: tuple[int, ...] = (0,), fsdp_replicas: int | None = None
+) -> PlannedWorld:
+    """The planned groups of all ranks of `mesh`; options as for `make_groups`."""
+    divisions = divide(mesh, heads=heads, embedding_stages=embedding_stages, fsdp_replicas=fsdp_replicas)
+    return PlannedWorld(divisions=divisions)
 
 
-def planned_groups(mesh: Mesh, rank: int, *, heads: int = 1, embedding_stages: tuple[int, ...] = (0,)) -> Groups:
+def planned_groups(
+    mesh: Mesh,
+    rank: int,
+    *,
+    heads: int = 1,
+    embedding_stages: tuple[int, ...] = (0,),
+    fsdp_replicas: int | None = None,
+) -> Groups:
     """The groups of `rank` by arithmetic alone, for shapes and boxes ONLY: ranks and positions are those of `make_groups`, and no
     group has a handle.
 
     Collectives take a group without a handle for one of a single rank: over a planned group of several they would return what
     they are given, or complain about its shape. To run collectives of a rank that is not there, use `fake_world`.
     """
-    return plan_world(mesh, heads=heads, embedding_stages=embedding_stages).groups(rank)
+    world = plan_world(mesh, heads=heads, embedding_stages=embedding_stages, fsdp_replicas=fsdp_replicas)
+    return world.groups(rank)
 
 
 @contextmanager

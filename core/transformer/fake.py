@@ -50,7 +50,7 @@ class FakeStages:
         return build_model(self.model, groups=self.groups(rank), parallel=self.parallel, device="meta")
 
     def pieces(self, rank: int) -> dict[str, ShardedTensor]:
-        """As `inventory` of the rank's stage, data on the meta device."""
+        """As `inventory` of the rank's stage, before FSDP shards anything, data on the meta device."""
         groups = self.groups(rank)
         entries = self._entries_of(rank, groups)
         return {name: piece_of(name, entry, entry.tensor, groups) for name, entry in entries.items()}

@@ -50,8 +50,11 @@ def _real(rank: int, world: int, parallel: ParallelConfig, stages: tuple[int, ..
 
 
 def _planned(rank: int, world: int, parallel: ParallelConfig, stages: tuple[int, ...]) -> Told:
-    mesh = fold(parallel, world)
-    return told(planned_groups(mesh, rank, heads=parallel.cp_alltoall, embedding_stages=stages))
+    mesh, fsdp = fold(parallel, world), parallel.sharding == "fsdp"
+    replicas = parallel.fsdp_replicas if fsdp else None
+    groups = planned_groups(mesh, rank, heads=parallel.cp_alltoall, embedding_stages=stages, fsdp_replicas=replicas)
+    assert (groups.shards is not None) == fsdp
+    return told(groups)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +67,7 @@ def _planned(rank: int, world: int, parallel: ParallelConfig, stages: tuple[int,
         (ParallelConfig(cp=4, cp_alltoall=2, etp=2, ep=2), 4, (0,)),
         (ParallelConfig(pp=4), 4, (0, 3)),
         (ParallelConfig(tp=2, pp=2, ep=2), 4, (1,)),
-        (ParallelConfig(ep=2), 4, (0,)),
+        (ParallelConfig(ep=2, sharding="fsdp", fsdp_replicas=2), 4, (0,)),
     ],
 )
 def test_planned_groups_are_those_that_real_ranks_make(
@@ -80,6 +83,7 @@ def test_planned_groups_are_those_that_real_ranks_make(
         (ParallelConfig(cp=4, cp_alltoall=2, etp=2, ep=2, pp=2), 8, (0,)),
         (ParallelConfig(tp=2, cp=2, pp=4, etp=4, ep=3), 48, (1, 3)),
         (ParallelConfig(tp=6, pp=2, ep=8, etp=3), 48, (0,)),
+        (ParallelConfig(tp=3, pp=2, ep=2, etp=2, sharding="fsdp", fsdp_replicas=4), 48, (0, 1)),
     ],
 )
 def test_planned_groups_are_those_that_fake_worlds_make(

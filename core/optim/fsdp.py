@@ -20,6 +20,7 @@ from torch.distributed.tensor import Shard
 
 from core.moe.layer import MoELayer
 from core.optim.buckets import main_dtype
+from core.parallel.collectives import gather_into
 from core.parallel.groups import Group, Groups
 from core.parallel.pending import start_reduce_scatter
 from core.transformer.block import Block
@@ -156,7 +157,7 @@ class _Gathering:
     ) -> dist.Work | None:
         """Every rank's input, one after the other."""
         self.group.count("all_gather", (self.group.size - 1) * input_tensor.nbytes)
-        return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+        return gather_into(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,9 @@ from core.parallel.groups import Group
 
 Rows = tuple[int, ...]
 
+# Gathers equal parts into one tensor. Torch 2.13 renamed it, and warns of the old name that earlier ones know alone.
+gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 def all_gather(x: Tensor, group: Group) -> Tensor:
     """The equally many rows of every rank, one rank after the other: [rows, …] -> [size * rows, …].
@@ -167,7 +170,7 @@ def _gather(x: Tensor, counts: Rows, group: Group) -> Tensor:
     group.count("all_gather", (group.size - 1) * x.nbytes)
     out = x.new_empty((sum(counts), *x.shape[1:]))
     if out.numel():  # empty here means empty on every rank
-        group.wait(dist.all_gather_single(out, x.contiguous(), group=group.handle, async_op=True))
+        group.wait(gather_into(out, x.contiguous(), group=group.handle, async_op=True))
     return out
 
 

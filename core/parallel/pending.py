@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from core.parallel.collectives import gather_into
 from core.parallel.groups import Group
 
 
@@ -65,7 +66,7 @@ def start_all_gather(flat: Tensor, group: Group) -> Pending:
     if group.handle is None or not flat.numel():
         return Pending(work=None, finish=lambda: flat)
     group.count("all_gather", (group.size - 1) * mine.nbytes)
-    work = dist.all_gather_single(flat, mine, group=group.handle, async_op=True)
+    work = gather_into(flat, mine, group=group.handle, async_op=True)
     return Pending(work=work, finish=lambda: flat)
 
 

@@ -60,13 +60,11 @@ from core.transformer.context import TokenBatch
 from core.transformer.stage import build_model
 
 MICROBATCHES, SEQUENCES = 8, (700, 324)  # microbatches of a global batch, tokens of the sequences packed in each
-VOCAB, HIDDEN = 512, 64
+VOCAB, HIDDEN = 128, 64
 NORM = RMSNorm(eps=1e-6)
 ALLOWED = 0.01
-# Which copies of a parameter are counted as one where they lie on the same ranks: buckets of both kinds are then shared.
-COPIES = ("replicas", "edp", "embedding")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-COLUMNS = "{:<9} {:<9} {:<48} {:<28} {:<36} {:>11} {:>13} {:>7}{}"
+COLUMNS = "{:<9} {:<9} {:<54} {:<9} {:<36} {:>11} {:>11} {:>7}{}"
 
 Parallel = ParallelConfig
 # Every axis alone, every way to run it, then mixtures. dp fills what is left of a world, edp likewise.
@@ -122,11 +120,10 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Counted:
-    """What one rank counted: bytes by (axis, collective), seconds of the step, and the ranks of the groups of COPIES."""
+    """What one rank counted: bytes by (axis, collective), and the seconds of the step."""
 
     sent: Counter[tuple[str, str]]
     seconds: float
-    copies: dict[str, set[tuple[int, ...]]]
 
 
 def mixtral() -> ModelConfig:
@@ -220,7 +217,8 @@ def run_world(world: int, cases: Sequence[Case]) -> list[list[Counted]]:
     """What every rank counted, case by case."""
     with tempfile.TemporaryDirectory() as folder:
         store = f"file://{Path(folder) / 'store'}"
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["core.training.step"])  # torch is imported once, and not by every process
         with context.Pool(world) as pool:
             # One task for every process: each waits in the rendezvous for the others, so none takes two.
             by_rank = pool.starmap(_rank, [(rank, world, store, tuple(cases)) for rank in range(world)], chunksize=1)
@@ -232,13 +230,13 @@ def _rank(rank: int, world: int, store: str, cases: tuple[Case, ...]) -> list[Co
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(minutes=2))
     try:
-        return [count(case) for case in cases]
+        return [measure(case) for case in cases]
     finally:
         dist.barrier()
         dist.destroy_process_group()
 
 
-def count(case: Case) -> Counted:
+def measure(case: Case) -> Counted:
     """Train two steps on this rank and count the second."""
     model_config, meter = MODELS[case.model](), Meter()
     stages = layout_of(model_config, case.parallel).embedding_stages(model_config.tied_embeddings)
@@ -257,18 +255,18 @@ def count(case: Case) -> Counted:
         seconds = time.perf_counter() - start
     sent = meter.sent_bytes.copy()
     optimizer.wait_all()
-    copies = {"replicas": {group.ranks for group in groups.adjacent.values()}}
-    copies |= {"edp": {groups.edp.ranks}, "embedding": {groups.embedding.ranks}}
-    return Counted(sent=sent, seconds=seconds, copies=copies)
+    return Counted(sent=sent, seconds=seconds)
 
 
 def batches_of(step: int, groups: RankGroups) -> Iterator[TokenBatch]:
-    """This replica's microbatches of a step, of random tokens that every mapping draws alike."""
-    generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(VOCAB, (MICROBATCHES, sum(SEQUENCES) + 1), generator=generator)
+    """This replica's microbatches of a step. The vocabulary in ever another order: what any rank holds of it is much the same, and
+    so is where its rows go, which random tokens would need many more of."""
+    generator, length = torch.Generator().manual_seed(step), sum(SEQUENCES)
+    orders = MICROBATCHES * (length // VOCAB + 1)
+    tokens = torch.cat([torch.randperm(VOCAB, generator=generator) for _ in range(orders)]).view(MICROBATCHES, -1)
     bounds = torch.tensor([0, *accumulate(SEQUENCES)])
-    for row in tokens[groups.dp.position :: groups.dp.size]:
-        packing = packing_of(bounds, sum(SEQUENCES), torch.device("cpu"), groups)
+    for row in tokens[groups.dp.position :: groups.dp.size, : length + 1]:
+        packing = packing_of(bounds, length, torch.device("cpu"), groups)
         yield TokenBatch(tokens=row[:-1].clone(), labels=row[1:].clone(), packing=packing)
 
 
@@ -285,41 +283,26 @@ def report(case: Case, counted: Sequence[Counted]) -> int:
         sequences=MICROBATCHES * len(SEQUENCES),
         element_bytes=DTYPES[case.dtype].itemsize,
     )
-    names = joined(counted)
-    expected: defaultdict[str, float] = defaultdict(float)
+    expected = expected_bytes(step)
     measured: defaultdict[str, float] = defaultdict(float)
     kinds: defaultdict[str, set[str]] = defaultdict(set)
-    for axis, sent in expected_bytes(step).items():
-        expected[names.get(axis, axis)] += sent
     for of_rank in counted:
-        for (axis, collective), sent in of_rank.sent.items():
-            if sent:
-                name = names.get(axis, axis)
-                measured[name] += sent / case.world
-                kinds[name].add(collective)
+        for (axis, collective), count in of_rank.sent.items():
+            if count:
+                measured[axis] += count / case.world
+                kinds[axis].add(collective)
     missed = 0
     for axis in sorted(expected.keys() | measured.keys()):
-        off = abs(measured[axis] - expected[axis]) > ALLOWED * expected[axis]
+        sent, form = measured[axis], expected.get(axis, 0.0)
+        off = abs(sent - form) > ALLOWED * form
         missed += off
-        ratio = f"{measured[axis] / expected[axis]:.4f}" if expected[axis] else "-"
-        row = (axis, " ".join(sorted(kinds[axis])), f"{measured[axis]:,.0f}", f"{expected[axis]:,.0f}", ratio)
-        print(COLUMNS.format(case.world, case.model, label(case), *row, "  OFF" if off else ""), flush=True)
+        ratio = f"{sent / form:.4f}" if form else "-"
+        row = (axis, " ".join(sorted(kinds[axis])), f"{sent:,.0f}", f"{form:,.0f}", ratio, "  OFF" if off else "")
+        print(COLUMNS.format(case.world, case.model, label(case), *row), flush=True)
     seconds = max(of_rank.seconds for of_rank in counted)
     total = (f"{sum(measured.values()):,.0f}", f"{sum(expected.values()):,.0f}", "", f"  {seconds:.2f} s")
     print(COLUMNS.format(case.world, case.model, label(case), "all", "", *total), flush=True)
     return missed
-
-
-def joined(counted: Sequence[Counted]) -> dict[str, str]:
-    """One name for those of COPIES that lie on the same ranks somewhere."""
-    held = {name: set[tuple[int, ...]]().union(*(c.copies[name] for c in counted)) for name in COPIES}
-    found: dict[str, tuple[str, ...]] = {name: (name,) for name in COPIES}
-    for name in COPIES:
-        for other in COPIES:
-            if any(len(ranks) > 1 for ranks in held[name] & held[other]):
-                both = tuple(x for x in COPIES if x in found[name] or x in found[other])
-                found |= dict.fromkeys(both, both)
-    return {name: "+".join(names) for name, names in found.items()}
 
 
 if __name__ == "__main__":

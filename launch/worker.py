@@ -33,9 +33,11 @@ from core.data.loader import Loader
 from core.data.storage import TokenFiles, TokenSplit, open_tokens
 from core.data.tokenizer import load_tokenizer
 from core.errors import CheckpointError, ZooError
-from core.optim.chained import ChainedOptimizer
+from core.optim.make import make_optimizer
+from core.optim.protocol import Optimizer
 from core.parallel.collectives import all_reduce_sum
 from core.parallel.groups import Groups, groups_for, one_rank
+from core.pipeline.layout import layout_of
 from core.state.inventory import initialise, inventory
 from core.state.sharded import ShardedTensor
 from core.training.evaluate import generate
@@ -85,10 +87,10 @@ def main() -> None:
 def train(out: Path, flag: StopFlag) -> None:
     """Train the run in `out` on this rank of the initialised world, from its newest checkpoint if it has one."""
     file = read_run(out)
-    run, groups, device = file.run, groups_for(file.run.parallel), _device(file.run)
+    run, groups, device = file.run, _groups(file.run), _device(file.run)
     data = open_tokens(Path(file.prepared), vocab=run.model.vocab)
     model = _model(run, groups, device)
-    optimizer = ChainedOptimizer(model, run.optimizer, groups)
+    optimizer = make_optimizer(model, run.optimizer, groups, run.parallel)
     start = _restore(out, run, data, model, optimizer, groups)
     mine = torch.tensor([measure_matmul_rate(_dtype(run), device)], dtype=torch.float64, device=device)
     rate = all_reduce_sum(mine, groups.world)
@@ -113,6 +115,7 @@ def train(out: Path, flag: StopFlag) -> None:
     with contextlib.ExitStack() as stack:
         record = _recorder(stack, out, run, start) if first else _ignore
         end = trainer.go(start, Hooks(save=keep, record=record, stop=lambda: flag.raised))
+    optimizer.wait_all()
     if end.step >= run.train.steps:
         sampler.take("after")
 
@@ -135,9 +138,10 @@ def model_state(model: Stage, groups: Groups) -> list[ShardedTensor]:
     return [replace(piece, name=f"{MODEL_PREFIX}{piece.name}") for piece in pieces]
 
 
-def training_state(model: Stage, optimizer: ChainedOptimizer, groups: Groups) -> list[ShardedTensor]:
+def training_state(model: Stage, optimizer: Optimizer, groups: Groups) -> list[ShardedTensor]:
     """Everything that a run needs to go on as if it had not stopped, beside the step: order of data and random numbers are
-    functions of the seed and the step."""
+    functions of the seed and the step. Waits for parameters that are still on their way."""
+    optimizer.wait_all()
     return model_state(model, groups) + optimizer.state()
 
 
@@ -148,7 +152,7 @@ class Sampler:
         self.out, self.run, self.data, self.model, self.first = out, run, data, model, first
 
     def take(self, when: str) -> None:
-        """Generate on every rank, since experts are spread over them; the first rank writes."""
+        """Generate on every rank, since the model is spread over them; the first rank writes."""
         if self.run.train.sample_tokens < 1:
             return
         tokenizer = load_tokenizer(self.data.tokenizer)
@@ -189,6 +193,12 @@ def _device(run: RunConfig) -> torch.device:
     return device
 
 
+def _groups(run: RunConfig) -> Groups:
+    """This rank's groups; which pipeline ranks share the embedding follows from the layout."""
+    stages = layout_of(run.model, run.parallel).embedding_stages(run.model.tied_embeddings)
+    return groups_for(run.parallel, embedding_stages=stages)
+
+
 def _model(run: RunConfig, groups: Groups, device: torch.device) -> Stage:
     model = build_model(run.model, groups=groups, parallel=run.parallel, dtype=_dtype(run), device=device)
     initialise(model, run.train.seed)
@@ -209,7 +219,7 @@ def _loader(run: RunConfig, split: TokenSplit, groups: Groups) -> Loader:
 
 
 def _restore(
-    out: Path, run: RunConfig, data: TokenFiles, model: Stage, optimizer: ChainedOptimizer, groups: Groups
+    out: Path, run: RunConfig, data: TokenFiles, model: Stage, optimizer: Optimizer, groups: Groups
 ) -> Progress:
     """Load the newest whole checkpoint, under whatever mapping it was saved. Raises CheckpointError for other data."""
     folder = latest(out)

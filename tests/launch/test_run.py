@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -15,43 +14,15 @@ from typing import Any
 import pytest
 
 from core.training.metrics import METRICS_FILE, read_metrics
+from tests.launch.small import SMALL, write_corpus
 
 STEPS = 120
-# A DeepSeek-V3 of a few thousand parameters: latent attention, groups, expert bias, a shared expert, prediction ahead.
-SMALL = (
-    "model.hidden=16",
-    "model.vocab=300",
-    "model.num_layers=2",
-    "model.attention.heads=2",
-    "model.attention.query_rank=8",
-    "model.attention.latent_rank=8",
-    "model.attention.nope_dim=8",
-    "model.attention.rope_dim=4",
-    "model.attention.value_dim=8",
-    "model.dense.ffn=16",
-    "model.moe.experts=8",
-    "model.moe.top_k=2",
-    "model.moe.expert_ffn=8",
-    "model.moe.router.groups=none",
-    "train.sequence_tokens=32",
-    "train.global_batch=4",
-    "train.microbatch=1",
-    "train.sample_tokens=4",
-    "train.eval_sequences=4",
-    "checkpoint.interval=15",
-)
 WAIT_SECONDS = 180.0
 
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
-    """Some hundred kilobytes of words."""
-    draw, folder = random.Random(0), tmp_path / "corpus"
-    folder.mkdir()
-    words = ["".join(draw.choices("etaoinshrdlu", k=draw.randint(1, 7))) for _ in range(200)]
-    for number in range(40):
-        (folder / f"{number:02}.txt").write_text(" ".join(draw.choices(words, k=500)), encoding="utf-8")
-    return folder
+    return write_corpus(tmp_path / "corpus")
 
 
 def launch(out: Path, *arguments: str) -> subprocess.Popen[str]:

@@ -338,14 +338,18 @@ def build_every_rank(run: RunConfig) -> None:
     """Build all ranks' modules; their boxes must hold every element once, and in as many copies as they say."""
     layout = layout_of(run.model, run.parallel)
     stages = layout.embedding_stages(run.model.tied_embeddings)
-    world = plan_world(fold(run.parallel, run.ranks), heads=run.parallel.cp_alltoall, embedding_stages=stages)
+    world = plan_world(
+        fold(run.parallel, run.ranks),
+        heads=run.parallel.cp_alltoall,
+        embedding_stages=stages,
+        fsdp_replicas=run.parallel.fsdp_replicas if run.parallel.sharding == "fsdp" else None,
+    )
     held: dict[str, Counter[Any]] = {}
     shapes, said = {}, {}
     for rank in range(run.ranks):
         groups = world.groups(rank)
-        for name, entry in declared(
-            build_model(run.model, groups=groups, parallel=run.parallel, device="meta")
-        ).items():
+        stage = build_model(run.model, groups=groups, parallel=run.parallel, device="meta")
+        for name, entry in declared(stage).items():
             held.setdefault(name, Counter())[entry.spec.box] += 1
             shapes[name] = entry.spec.shape
             said[name, entry.spec.box] = replicas(entry.spec, groups).size

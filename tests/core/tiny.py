@@ -32,7 +32,7 @@ from core.config.architecture import (
 )
 from core.config.mapping import ParallelConfig
 from core.config.run import IGNORE, OptimizerConfig
-from core.optim.chained import ChainedOptimizer
+from core.optim.make import make_optimizer
 from core.parallel.groups import Groups as RankGroups
 from core.parallel.groups import groups_for
 from core.pipeline.layout import layout_of
@@ -179,7 +179,7 @@ def train(case: Case) -> Trained:
     groups = groups_for(case.parallel, embedding_stages=layout.embedding_stages(case.model.tied_embeddings))
     model = build_model(case.model, groups=groups, parallel=case.parallel, dtype=case.dtype)
     initialise(model, 7)
-    optimizer = ChainedOptimizer(model, case.optimizer, groups)
+    optimizer = make_optimizer(model, case.optimizer, groups, case.parallel)
     results = []
     for step in range(case.steps):
         batches = microbatches(step, groups.dp.position, groups.dp.size, case.microbatch, groups)

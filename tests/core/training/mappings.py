@@ -90,8 +90,8 @@ def foldings(world: int) -> Iterator[ParallelConfig]:
                 yield ParallelConfig(tp=tp, cp=cp, pp=pp, etp=etp, ep=ep)
 
 
-def dressed(parallel: ParallelConfig, model: str, draw: random.Random) -> ParallelConfig:
-    """The same folding with drawn schedule, virtual stages or layout, dispatcher and kind of context parallelism."""
+def dressed(parallel: ParallelConfig, model: str, replicas: int, draw: random.Random) -> ParallelConfig:
+    """The same folding with drawn schedule, virtual stages or layout, dispatcher, kind of context parallelism, and sharding."""
     heads = 4 // parallel.tp
     inner = draw.choice([n for n in SIZES if parallel.cp % n == 0 and heads % n == 0])
     schedule = draw.choice(("gpipe", "1f1b", "zero_bubble", "combined")) if draw.random() < 0.8 else "1f1b"
@@ -101,6 +101,9 @@ def dressed(parallel: ParallelConfig, model: str, draw: random.Random) -> Parall
         dispatcher=draw.choice(("alltoall", "alltoall", "allgather")),
         cp_alltoall=inner,
     )
+    if draw.random() < 0.25:
+        found = replace(found, sharding="fsdp", schedule=draw.choice(("gpipe", "1f1b")))
+        found = replace(found, fsdp_replicas=draw.choice([n for n in (1, 2) if replicas % n == 0]))
     if parallel.pp == 1 and draw.random() < 0.7:
         return found
     vpp = draw.choice((1, 2, 3)) if parallel.pp > 1 else 2
@@ -120,7 +123,8 @@ def drawn(world: int, count: int | None = None, seed: int = 0) -> list[tuple[str
     found = []
     for i, parallel in enumerate(chosen):
         name = names[(first + i) % len(names)]
-        found.append((name, dressed(parallel, name, draw)))
+        replicas = world // (parallel.tp * parallel.cp * parallel.pp)
+        found.append((name, dressed(parallel, name, replicas, draw)))
     return found
 
 

@@ -120,6 +120,11 @@ def test_the_foldings_hold_every_axis_alone_every_pair_and_more_experts_than_rep
     assert {parallel.vpp for parallel in parallels} >= {1, 2, 3}
     assert any(parallel.layout and "|m" in parallel.layout for parallel in parallels)
     assert any(1 < parallel.cp_alltoall < parallel.cp for parallel in parallels)
+    assert {(parallel.sharding, parallel.fsdp_replicas) for parallel in parallels} == {
+        ("zero1", 1),
+        ("fsdp", 1),
+        ("fsdp", 2),
+    }
     replicas = [world // (p.tp * p.cp * p.pp) for world, _, p in FOLDINGS]
     assert any(p.ep > dp for (_, _, p), dp in zip(FOLDINGS, replicas, strict=True))
     assert {name for _, name, _ in FOLDINGS} == set(MODELS)

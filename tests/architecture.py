@@ -20,6 +20,7 @@ OUTSIDE = ("tests", "benchmarks")
 # What answers `--help`, checks a request and plans a mapping: it loads without torch.
 WITHOUT_TORCH = (
     *("core/errors.py", "core/config/*", "core/parallel/mesh.py", "core/check/*"),
+    "core/parallel/traffic.py",
     *(
         "core/pipeline/action.py",
         "core/pipeline/layout.py",

@@ -17,7 +17,7 @@ from core.training.metrics import read_metrics
 from launch.cli import main
 from launch.folder import RunFile, holds_run, read_json, read_run, write_run
 from launch.request import Request, new_run, resumed_run
-from launch.worker import StopFlag, train
+from launch.worker import StopFlag, sample, train
 from tests.launch.small import SMALL, write_corpus
 from tests.ranks import Ranks
 
@@ -127,6 +127,8 @@ def test_a_run_goes_on_under_other_mappings_as_if_it_had_not_stopped(
     run_ranks(ranks, resumed(tmp_path, 4, "tp=1", "pp=2", "ep=2", "layout=Et|tt|m|L", steps=2), 4)
     run_ranks(ranks, resumed(tmp_path, 2, "pp=1", "layout=none", "cp=2", "sharding=fsdp"), 2)
     check_same(tmp_path, alone)
+    ours, theirs = (sample(out, "the ", tokens=5, temperature=0.8, seed=3) for out in (tmp_path, alone))
+    assert ours == theirs, "one rank reads what any ranks have saved"
 
 
 def launch(out: Path, *arguments: str) -> None:

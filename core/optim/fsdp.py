@@ -35,13 +35,15 @@ MOST_PADDING = 1.1
 def shard(model: Stage, groups: Groups) -> None:
     """Leave this rank its shards of the parameters of `model`; each module gathers what it needs whenever it runs.
 
-    Values are kept, so a model may be initialised before or after. Shards are float32 (float64 for such), the masters that the
-    optimizer updates; modules compute with, and gather, the model's own dtype. What no other rank holds stays as it is.
+    Values are kept, so a model may be initialised before or after; a large one is built on meta, and only its shards are made
+    (`Module.to_empty`) and initialised. Shards are float32 (float64 for such), the masters that the optimizer updates; modules
+    compute with, and gather, the model's own dtype. What no other rank holds stays as it is.
 
     Units are the experts of every block, the rest of every block and of every multi-token prediction module, the embedding, the
-    final norm and the head. A unit is gathered for its forward, and again for its backward; then its gradients are
-    reduce-scattered in float32, as a plain sum (contract 4), and added up sharded. So neither parameters nor gradients are ever
-    whole on a rank, and each microbatch sends three times (n - 1) / n of every unit.
+    final norm and the head. A unit is gathered for each forward, and again for its backward, behind which its gradients are
+    reduce-scattered in float32, as a plain sum (contract 4), and added up sharded. So each microbatch sends three times
+    (n - 1) / n of most units, and few of them are whole at a time; gradients kept whole until a step's last backward would
+    spare a third of that, and take four bytes for every parameter of the model.
     """
     schedule = model.place.parallel.schedule
     assert groups.shards is not None, "these groups are not for sharding=fsdp"

@@ -14,7 +14,7 @@ from functools import partial
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from core.parallel.groups import Divisions, Group, Groups, Pipe, divide
+from core.parallel.groups import Channel, Divisions, Group, Groups, divide
 from core.parallel.mesh import Division, Mesh
 
 
@@ -29,7 +29,7 @@ class PlannedWorld:
         """As `planned_groups`. Raises ValueError outside the world."""
         return self.divisions.assemble(partial(self._group, rank))
 
-    def _group(self, rank: int, name: str, division: Division, channel: Pipe | None) -> Group:
+    def _group(self, rank: int, name: str, division: Division, channel: Channel) -> Group:
         key = division, division.first(rank)
         members = self.known.get(key)
         if members is None:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Literal
 
 import torch.distributed as dist
 
@@ -111,9 +112,13 @@ _DENSE |= {"sequence": ("tp", "cp"), "tokens": ("tp", "cp", "dp"), "world": ("tp
 _EXPERT = {"etp": ("etp",), "ep": ("ep",), "edp": ("edp",), "experts": ("etp", "ep")}
 _CONTEXT = {"heads": ("cp.inner",), "ring": ("cp.outer",)}
 
-# Makes one group of a rank: the name under which it counts bytes, the division that it comes from, and the channel, if it must
-# share nothing with groups of other channels.
-MakeGroup = Callable[[str, Division, Pipe | None], Group]
+# Groups of equal ranks share one process group, unless they are of different channels. Where gradients and parameters travel,
+# beside what the layers send, there must be a channel of its own: it would have to wait for its turn among the layers' calls.
+Channel = Pipe | Literal["layers", "copies"]
+_OF_COPIES = ("replicas", "edp", "embedding")
+
+# Makes one group of a rank: the name under which it counts bytes, the division that it comes from, and its channel.
+MakeGroup = Callable[[str, Division, Channel], Group]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,8 +131,11 @@ class Divisions:
 
     def assemble(self, make: MakeGroup) -> Groups:
         """One rank's groups out of what `make` makes of each division, always in the same order."""
-        mine = {name: make(name, division, None) for name, division in self.named.items()}
-        adjacent = {n: make("replicas", division, None) for n, division in self.adjacent.items()}
+        mine = {
+            name: make(name, division, "copies" if name in _OF_COPIES else "layers")
+            for name, division in self.named.items()
+        }
+        adjacent = {n: make("replicas", division, "copies") for n, division in self.adjacent.items()}
         pipes = {pipe: make("pp", self.named["pp"], pipe) for pipe in PIPES}
         shards = None if self.shards is None else self.shards.assemble(make)
         return Groups(**mine, adjacent=adjacent, pipes=pipes, shards=shards)
@@ -142,8 +150,8 @@ class ShardDivisions:
 
     def assemble(self, make: MakeGroup) -> ShardGroups:
         """One rank's groups, always in the same order."""
-        mine = {field: make(name, division, None) for field, (name, division) in self.named.items()}
-        return ShardGroups(**mine, copies={n: make("replicas", d, None) for n, d in self.copies.items()})
+        mine = {field: make(name, division, "copies") for field, (name, division) in self.named.items()}
+        return ShardGroups(**mine, copies={n: make("replicas", d, "copies") for n, d in self.copies.items()})
 
 
 def divide(
@@ -244,16 +252,16 @@ def groups_for(
 
 @dataclass(kw_only=True)
 class _Maker:
-    """Makes groups for one rank; those with equal ranks share one process group. alone: no other rank makes any."""
+    """Makes groups for one rank; those of a channel with equal ranks share one process group. alone: no other rank makes any."""
 
     rank: int
     timeout: timedelta
     meter: Meter | None
     baton: Baton | None
     alone: bool
-    made: dict[tuple[Pipe | None, tuple[int, ...]], dist.ProcessGroup] = field(default_factory=dict)
+    made: dict[tuple[Channel, tuple[int, ...]], dist.ProcessGroup] = field(default_factory=dict)
 
-    def group(self, name: str, division: Division, channel: Pipe | None) -> Group:
+    def group(self, name: str, division: Division, channel: Channel) -> Group:
         """My group of a division; every rank makes all of its groups, and keeps its own."""
         mine = division.members(self.rank)
         for ranks in (mine,) if self.alone else division.groups():

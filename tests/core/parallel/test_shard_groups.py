@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.config.mapping import ParallelConfig
-from core.parallel.groups import Group, Groups, Pipe, divide, one_rank
+from core.parallel.groups import Channel, Group, Groups, divide, one_rank
 from core.parallel.mesh import Division, Mesh, fold
 
 
 def groups_of(mesh: Mesh, rank: int, fsdp_replicas: int | None, stages: tuple[int, ...] = (0,)) -> Groups:
     """A rank's groups without process groups."""
 
-    def make(name: str, division: Division, channel: Pipe | None) -> Group:
+    def make(name: str, division: Division, channel: Channel) -> Group:
         ranks = division.members(rank)
         return Group(ranks=ranks, position=ranks.index(rank), handle=None, axis=name)
 

@@ -49,9 +49,12 @@ class MoELayer(nn.Module):
 
 
 def make_dispatcher(experts: int, place: Place) -> Dispatcher:
-    """The dispatcher that the mapping names."""
-    match place.parallel.dispatcher:
-        case "allgather":
-            return AllGatherDispatcher(experts, place.groups)
-        case "alltoall":
-            return AllToAllDispatcher(experts, place.groups)
+    """The dispatcher that the mapping names.
+
+    Where etp alone spreads the experts, no row has a rank to go to: every rank needs every token, and gathers it once instead of
+    once for each of its experts.
+    """
+    groups = place.groups
+    if place.parallel.dispatcher == "allgather" or (groups.ep.size == 1 and groups.etp.size > 1):
+        return AllGatherDispatcher(experts, groups)
+    return AllToAllDispatcher(experts, groups)

@@ -20,6 +20,7 @@ from core.config.mapping import ParallelConfig
 
 _WEIGHT_BYTES = 4  # router weights, their gradients, and loads are float32
 _COUNT_BYTES = 8  # int64, and sums for reports in float64
+_CHOICE_BYTES = 4  # int32, the expert of a choice
 
 
 class HeldPart(Protocol):
@@ -115,6 +116,7 @@ def exchanges(step: TrainingStep) -> Iterator[Exchange]:
             yield _over_tp(step, "shared experts", 4 * step.model.hidden)
         yield from _experts(step, layer.mlp)
         yield from _balance(step, layer.mlp)
+        yield from _capacity(step, layer.mlp)
     yield from _vocabulary(step)
     yield _pipeline(step)
     yield from _copies(step)
@@ -160,14 +162,15 @@ def _experts(step: TrainingStep, moe: MoE) -> Iterator[Exchange]:
     """Dispatch and combine, forward and backward; each way the router weights go along once, and before it sizes and choices.
 
     A row is a token for one of its experts: G * K of them. All-to-all: a row crosses ep where its expert is remote, and then is
-    gathered by the ranks of etp, which each hold a part of the expert. All-gather: every token goes to all etp * ep ranks.
+    gathered by the ranks of etp, which each hold a part of the expert. All-gather, and where there is no ep: every token goes to
+    all etp * ep ranks.
     """
     p, hidden = step.parallel, step.model.hidden
     weight = max(_WEIGHT_BYTES, step.wide_bytes)
     passes = step.stage_ranks * (step.microbatches // step.dp)  # of this layer, over its ranks
-    if p.dispatcher == "allgather":
+    if p.dispatcher == "allgather" or p.ep == 1:
         others = p.etp * p.ep - 1
-        per_token = 4 * hidden * step.element_bytes + moe.top_k * (2 * weight + _COUNT_BYTES)
+        per_token = 4 * hidden * step.element_bytes + moe.top_k * (2 * weight + _CHOICE_BYTES)
         everything = others * (step.tokens * per_token + passes * _COUNT_BYTES)
         yield Exchange(axis="experts", purpose="dispatch and combine", sent_bytes=everything)
         return
@@ -193,6 +196,14 @@ def _balance(step: TrainingStep, moe: MoE) -> Iterator[Exchange]:
         else:
             rows = step.sequences if balance.scope == "sequence" else step.microbatches
             yield Exchange(axis="sequence", purpose="balance", sent_bytes=2 * (shared - 1) * rows * moe.experts * size)
+
+
+def _capacity(step: TrainingStep, moe: MoE) -> Iterator[Exchange]:
+    """Where experts drop, the ranks of a microbatch see all its choices with their weights, and every token's place in it."""
+    if moe.capacity is not None:
+        per_token = moe.top_k * (_COUNT_BYTES + max(_WEIGHT_BYTES, step.wide_bytes)) + _COUNT_BYTES
+        others = step.parallel.tp * step.parallel.cp - 1
+        yield Exchange(axis="sequence", purpose="capacity", sent_bytes=others * step.tokens * per_token)
 
 
 def _vocabulary(step: TrainingStep) -> Iterator[Exchange]:

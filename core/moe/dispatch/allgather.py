@@ -38,7 +38,7 @@ class AllGatherDispatcher:
         """Two small all-gathers: how many tokens each rank has, and which experts they chose."""
         count = torch.tensor([hidden_TH.shape[0]], device=hidden_TH.device)
         tokens = all_gather_rows(count, [1] * self.group.size, self.group).tolist()
-        experts = all_gather_rows(routing.experts_TK, tokens, self.group)
+        experts = all_gather_rows(routing.experts_TK.to(torch.int32), tokens, self.group).to(torch.int64)
         return Rows(hidden=hidden_TH, weights=routing.weights_TK), AllGatherPlan(tokens=tokens, experts_TK=experts)
 
     def dispatch(self, rows: Rows, plan: AllGatherPlan) -> Rows:

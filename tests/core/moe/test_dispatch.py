@@ -106,7 +106,8 @@ def move(rank: int, job: Work, name: DispatcherName, groups: Groups) -> Moved:
     counts = torch.bincount(chosen.flatten() + 1, minlength=job.experts + 1)[1:]
     routing = Routing(experts_TK=chosen, weights_TK=weights, counts_E=counts, balance=None)
     dispatcher = make_dispatcher(job.experts, place_on(groups, job.parallel))
-    assert type(dispatcher) is {"allgather": AllGatherDispatcher, "alltoall": AllToAllDispatcher}[name]
+    gathers = name == "allgather" or (groups.ep.size == 1 and groups.etp.size > 1)
+    assert type(dispatcher) is (AllGatherDispatcher if gathers else AllToAllDispatcher)
     rows, plan = dispatcher.dispatch_preprocess(hidden, routing)
     rows = dispatcher.dispatch(rows, plan)
     arrived, plan = dispatcher.dispatch_postprocess(rows, plan)

@@ -278,9 +278,8 @@ def report(case: Case, counted: Sequence[Counted]) -> int:
         parallel=case.parallel,
         world=case.world,
         parts=layout_of(model, case.parallel).parts,
-        tokens=MICROBATCHES * sum(SEQUENCES),
+        lengths=SEQUENCES * MICROBATCHES,
         microbatches=MICROBATCHES,
-        sequences=MICROBATCHES * len(SEQUENCES),
         element_bytes=DTYPES[case.dtype].itemsize,
     )
     expected = expected_bytes(step)

@@ -1,7 +1,7 @@
 """Heads for sequence and back (arXiv 2309.14509): each rank trades most heads of its own tokens for all tokens of a few heads.
 
 Shape letters beside the legend: T my tokens, N the tokens of all ranks of the group; A query and G key/value heads, a and g of
-them on one rank; D and V head sizes of keys and values.
+them on one rank; D and V head sizes of keys and values, S of the end that all keys share.
 """
 
 from __future__ import annotations
@@ -61,12 +61,13 @@ def check_heads(query_heads: int, kv_heads: int, ranks: int) -> None:
 
 
 def gather_tokens(
-    q_TAD: Tensor, k_TGD: Tensor, v_TGV: Tensor, order: TokenOrder, heads: Group
-) -> tuple[Tensor, Tensor, Tensor]:
-    """All tokens of the group, by sequence, of the heads that are mine: [N, a, D], [N, g, D], [N, g, V].
+    q_TAD: Tensor, k_TGD: Tensor, v_TGV: Tensor, order: TokenOrder, heads: Group, *, shared_key_TS: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """All tokens of the group, by sequence, of the heads that are mine: [N, a, D], [N, g, D], [N, g, V], and the shared key [N, S].
 
     a = A / ranks. g = G / ranks, or 1 where there are more ranks than key/value heads: then several ranks get the same head,
-    and its gradient is the sum over them. One all-to-all forward, of the three together, and one backward.
+    and its gradient is the sum over them. The key that all heads share goes to every rank once, and its gradient is the sum over
+    the ranks. One all-to-all forward, of all together, and one backward.
     """
     ranks, tokens = heads.size, q_TAD.shape[0]
     assert order.counts[heads.position] == tokens, "the packing is of another batch"
@@ -75,11 +76,15 @@ def gather_tokens(
         k_TGD, v_TGV = (x.repeat_interleave(ranks // x.shape[1], 1) for x in (k_TGD, v_TGV))
     shapes = [(x.shape[1] // ranks, x.shape[2]) for x in (q_TAD, k_TGD, v_TGV)]
     widths = [of_mine * size for of_mine, size in shapes]
-    parts = zip((q_TAD, k_TGD, v_TGV), widths, strict=True)
-    rows = torch.cat([x.reshape(tokens, ranks, width).transpose(0, 1) for x, width in parts], -1).flatten(0, 1)
+    parts = [x.reshape(tokens, ranks, width) for x, width in zip((q_TAD, k_TGD, v_TGV), widths, strict=True)]
+    if shared_key_TS is not None:
+        widths.append(shared_key_TS.shape[1])
+        parts.append(shared_key_TS[:, None].expand(-1, ranks, -1))
+    rows = torch.cat([x.transpose(0, 1) for x in parts], -1).flatten(0, 1)
     arrived = _reorder(all_to_all(rows, (tokens,) * ranks, order.counts, heads), order.from_ranks_N, order.to_ranks_N)
-    q, k, v = (x.unflatten(1, shape) for x, shape in zip(arrived.split(widths, 1), shapes, strict=True))
-    return q, k, v
+    q, k, v, *shared = arrived.split(widths, 1)
+    q, k, v = (x.unflatten(1, shape) for x, shape in zip((q, k, v), shapes, strict=True))
+    return q, k, v, shared[0] if shared else None
 
 
 def gather_heads(out_NaV: Tensor, order: TokenOrder, heads: Group) -> Tensor:

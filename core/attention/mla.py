@@ -57,10 +57,11 @@ class MultiHeadLatentAttention(nn.Module):
         q_nope, q_rope = q.split([c.nope_dim, c.rope_dim], dim=-1)
         kv = self.latent_up(latent).unflatten(-1, (-1, c.nope_dim + c.value_dim))
         k_nope, v = kv.split([c.nope_dim, c.value_dim], dim=-1)
-        shared_key = rotate_neighbours(k_rope[:, None, :], turn).expand(-1, kv.shape[1], -1)
         q = torch.cat([q_nope, rotate_neighbours(q_rope, turn)], dim=-1)
-        k = torch.cat([k_nope, shared_key], dim=-1)
-        out = context_attention(q, k, v, packing, self.scale, ring=groups.ring, heads=groups.heads)
+        shared_key = rotate_neighbours(k_rope[:, None, :], turn).squeeze(1)
+        out = context_attention(
+            q, k_nope, v, packing, self.scale, ring=groups.ring, heads=groups.heads, shared_key=shared_key
+        )
         return self.place.scatter_sequence(self.output(out.flatten(1)), packing.rows)
 
     def _gather_latents(self, x_TH: Tensor, rows: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:

@@ -46,20 +46,25 @@ class HeldPart(Protocol):
 class TrainingStep:
     """A step whose traffic is asked for.
 
-    world: ranks. parts: the stages of the pipeline in order, stage s on pipeline rank s % pp. tokens, microbatches, sequences: of
-    the global batch, over all replicas. element_bytes: of parameters and activations (2, 4 or 8). remote_share: of the routed
-    rows, the share whose expert another rank of ep holds; None: (ep - 1) / ep, as when every rank uses all experts alike.
+    world: ranks. parts: the stages of the pipeline in order, stage s on pipeline rank s % pp. lengths: tokens of every sequence of
+    the global batch, over all replicas; microbatches: of it. element_bytes: of parameters and activations (2, 4 or 8).
+    remote_share: of the routed rows, the share whose expert another rank of ep holds; None: (ep - 1) / ep, as when every rank uses
+    all experts alike.
     """
 
     model: ModelConfig
     parallel: ParallelConfig
     world: int
     parts: tuple[HeldPart, ...]
-    tokens: int
+    lengths: tuple[int, ...]
     microbatches: int
-    sequences: int
     element_bytes: int
     remote_share: float | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Of the global batch."""
+        return sum(self.lengths)
 
     @property
     def wide_bytes(self) -> int:
@@ -133,25 +138,39 @@ def _attention(step: TrainingStep, attention: Attention) -> Iterator[Exchange]:
     """tp: the input (latent attention: only the latents) is gathered and the output reduce-scattered, and the reverse backward.
 
     cp, of the heads that a rank of tp holds: ranks of `heads` trade q, k and v for tokens and the output back, each way; in the
-    ring keys and values pass every other place, forward and again backward, with their gradients, which are summed wide.
+    ring keys and values come to every place with a later token, forward and again backward, with their gradients, which are summed
+    wide. The rotated key of latent attention, which all heads share, is sent once for all heads that a rank holds.
     """
     hidden, tp = step.model.hidden, step.parallel.tp
     heads, kv_heads = attention.heads // tp, max(1, _kv_heads(attention) // tp)
     if isinstance(attention, GQA):
-        entered, key, value = hidden, attention.head_dim, attention.head_dim
+        entered, key, value, shared = hidden, attention.head_dim, attention.head_dim, 0
     else:
         queries = hidden if attention.query_rank is None else attention.query_rank
         entered = queries + attention.latent_rank + attention.rope_dim
-        key, value = attention.nope_dim + attention.rope_dim, attention.value_dim
+        key, value, shared = attention.nope_dim, attention.value_dim, attention.rope_dim
     yield _over_tp(step, "attention", 2 * entered + 2 * hidden)
 
     traders = step.parallel.cp_alltoall
     places = step.parallel.cp // traders
     mine, mine_kv = heads // traders, max(1, kv_heads // traders)
-    traded = 2 * step.element_bytes * (mine * (key + value) + mine_kv * (key + value))
+    keys = mine_kv * (key + value) + shared  # numbers of a token that a rank of `heads` needs to read it
+    traded = 2 * step.element_bytes * (mine * (key + shared + value) + keys)
     yield Exchange(axis="heads", purpose="attention", sent_bytes=step.tokens * tp * (traders - 1) * traded)
-    passed = (2 * step.element_bytes + step.wide_bytes) * mine_kv * (key + value) * traders
-    yield Exchange(axis="ring", purpose="attention", sent_bytes=step.tokens * tp * (places - 1) * passed)
+    passed = (2 * step.element_bytes + step.wide_bytes) * keys * traders
+    readings = sum(_readings_elsewhere(length, places) for length in step.lengths)
+    yield Exchange(axis="ring", purpose="attention", sent_bytes=readings * tp * passed)
+
+
+def _readings_elsewhere(length: int, places: int) -> int:
+    """Over the tokens of a sequence, to how many other places of the ring each goes: those that hold a later chunk, if only an empty one.
+
+    Of 2 * places chunks place s holds the s-th and the s-th from the end: one of the first half is read everywhere, one of the
+    second half by the places before its own. Equal chunks: 3/4 * length * (places - 1).
+    """
+    chunks = 2 * places
+    tokens = (length * (c + 1) // chunks - length * c // chunks for c in range(chunks))
+    return sum(count * min(places - 1, chunks - 1 - c) for c, count in enumerate(tokens))
 
 
 def _kv_heads(attention: Attention) -> int:
@@ -194,7 +213,7 @@ def _balance(step: TrainingStep, moe: MoE) -> Iterator[Exchange]:
             sent = each * (step.microbatches // step.dp)
             yield Exchange(axis="tokens", purpose="balance", sent_bytes=sent)
         else:
-            rows = step.sequences if balance.scope == "sequence" else step.microbatches
+            rows = len(step.lengths) if balance.scope == "sequence" else step.microbatches
             yield Exchange(axis="sequence", purpose="balance", sent_bytes=2 * (shared - 1) * rows * moe.experts * size)
 
 

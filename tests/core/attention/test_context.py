@@ -11,9 +11,9 @@ from torch import Tensor
 
 from core.attention import ring as ring_module
 from core.attention.context import context_attention
+from core.attention.cut import Block, Cut, Half, cut_for_ring
 from core.attention.heads import check_heads
 from core.attention.packing import packing_of
-from core.attention.ring import cut_for_ring
 from core.attention.softmax import causal_attention, causal_attention_reference
 from core.config.mapping import ParallelConfig
 from core.parallel.groups import groups_for, one_rank
@@ -27,32 +27,34 @@ CPU = torch.device("cpu")
 WAYS = [(1, 1), (2, 1), (1, 2), (3, 1), (1, 3), (4, 1), (2, 2), (1, 4)]
 # One sequence; fewer tokens than ranks; sequences shorter than twice the ring between longer ones; none; equal ones; runs of them.
 PACKINGS = [(13,), (1,), (7, 1, 2, 11), (), (5, 5, 5), (3, 3, 8, 1, 1), (24,)]
-# Query heads, key/value heads, head size, value size, by the ranks that exchange heads: more, as many and fewer than heads.
+# Query heads, key/value heads, head size, value size, and how much of the end of a key all heads share (0: there is no such end), by
+# the ranks that exchange heads: more, as many and fewer than heads.
 SHAPES = {
-    1: [(1, 1, 4, 4), (4, 2, 5, 3), (3, 1, 3, 7)],
-    2: [(4, 2, 5, 3), (4, 1, 3, 7), (4, 4, 5, 5), (8, 4, 1, 1)],
-    3: [(6, 3, 5, 3), (3, 1, 3, 7)],
-    4: [(4, 2, 5, 3), (8, 1, 3, 7), (8, 8, 5, 3), (4, 4, 1, 1)],
+    1: [(1, 1, 4, 4, 0), (4, 2, 5, 3, 0), (3, 1, 3, 7, 0), (3, 3, 5, 3, 2), (4, 2, 5, 3, 1)],
+    2: [(4, 2, 5, 3, 0), (4, 1, 3, 7, 0), (4, 4, 5, 5, 0), (8, 4, 1, 1, 0), (4, 4, 5, 3, 2), (4, 1, 5, 3, 1)],
+    3: [(6, 3, 5, 3, 0), (3, 1, 3, 7, 0), (3, 3, 5, 3, 2)],
+    4: [(4, 2, 5, 3, 0), (8, 1, 3, 7, 0), (8, 8, 5, 3, 0), (4, 4, 1, 1, 0), (4, 4, 5, 3, 2), (4, 2, 5, 3, 1)],
 }
 
 Case = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def operands(lengths: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
-    """q, k, v of whole sequences, and the gradient of the result."""
-    heads, shared, size, value = shape
-    sizes = ((heads, size), (shared, size), (shared, value), (heads, value))
+    """The gradient of the result, then q, k and v of whole sequences, and the end that all keys share where there is one."""
+    heads, kv, size, value, shared = shape
+    sizes = [(heads, value), (heads, size), (kv, size - shared), (kv, value)] + [(shared,)] * (shared > 0)
     return [draw(i, sum(lengths), *s, dtype=dtype) for i, s in enumerate(sizes)]
 
 
 def truth(lengths: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
-    """The definition over the whole sequences: its result, and the gradients of q, k and v."""
-    *qkv, grad = (x.double() for x in operands(lengths, shape, dtype))
+    """The definition over the whole sequences: its result, and the gradients of q, k, v and of what keys share."""
+    grad, *inputs = (x.double() for x in operands(lengths, shape, dtype))
     if not lengths:
-        return [torch.zeros_like(x) for x in (grad, *qkv)]
-    leaves = [leaf(x) for x in qkv]
+        return [torch.zeros_like(x) for x in (grad, *inputs)]
+    q, k, v, *shared = leaves = [leaf(x) for x in inputs]
+    whole = torch.stack([torch.cat([head, *shared], 1) for head in k.unbind(1)], 1)
     cu = torch.tensor([0, *torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()])
-    out = causal_attention_reference(*leaves, packing_of(cu, sum(lengths), CPU), SCALE)
+    out = causal_attention_reference(q, whole, v, packing_of(cu, sum(lengths), CPU), SCALE)
     out.backward(grad)
     return [out.detach(), *(x.grad for x in leaves if x.grad is not None)]
 
@@ -66,13 +68,14 @@ class _Run:
     def forward(self, lengths: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Any, ...]:
         cu = torch.tensor([0, *torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()])
         packing = packing_of(cu, sum(lengths), CPU, self.groups)
-        *qkv, grad = (x[packing.index_T] for x in operands(lengths, shape, dtype))
-        leaves = [leaf(x) for x in qkv]
-        out = context_attention(*leaves, packing, SCALE, ring=self.groups.ring, heads=self.groups.heads)
+        grad, *inputs = (x[packing.index_T] for x in operands(lengths, shape, dtype))
+        q, k, v, *shared = leaves = [leaf(x) for x in inputs]
+        groups, shared_key = self.groups, shared[0] if shared else None
+        out = context_attention(q, k, v, packing, SCALE, ring=groups.ring, heads=groups.heads, shared_key=shared_key)
         return packing.index_T, leaves, out, grad
 
     def both(self, lengths: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
-        """The tokens held, their rows of the result, and their rows of the three gradients."""
+        """The tokens held, their rows of the result, and their rows of the gradients."""
         index, leaves, out, grad = self.forward(lengths, shape, dtype)
         out.backward(grad)
         assert all(x.grad is not None and x.grad.dtype == dtype for x in leaves)
@@ -88,7 +91,7 @@ def _joined(parts: list[list[Tensor]], tokens: int) -> list[Tensor]:
     """The rows of all ranks in the order of the microbatch; each token is held once."""
     order = torch.cat([part[0] for part in parts])
     assert sorted(order.tolist()) == list(range(tokens))
-    return [torch.cat([part[i] for part in parts])[order.argsort()] for i in range(1, 5)]
+    return [torch.cat([part[i] for part in parts])[order.argsort()] for i in range(1, len(parts[0]))]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -115,7 +118,7 @@ def _native_or_widened(rank: int, world: int, heads: int, backend: str, case: Ca
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_bfloat16_stays_within_its_own_rounding_whatever_the_processor_multiplies(ranks: Ranks, backend: str) -> None:
-    lengths, shape = (61, 40), (4, 2, 5, 3)
+    lengths, shape = (61, 40), (4, 2, 5, 3, 2)
     parts = ranks.run(_native_or_widened, 4, 1, backend, (lengths, shape))
     for got, exact in zip(_joined(parts, 101), truth(lengths, shape, torch.bfloat16), strict=True):
         near(got, exact, units=4)
@@ -129,13 +132,13 @@ def _twice(rank: int, world: int, heads: int, case: Case) -> bool:
 
 @pytest.mark.parametrize("heads", [1, 2, 4])
 def test_two_runs_give_the_same_bits(ranks: Ranks, heads: int) -> None:
-    assert all(ranks.run(_twice, 4, heads, ((37, 3, 3), (4, 2, 5, 3))))
+    assert all(ranks.run(_twice, 4, heads, ((37, 3, 3), (4, 2, 5, 3, 2))))
 
 
 def test_one_rank_alone_is_plain_causal_attention_bit_for_bit() -> None:
     groups = one_rank()
     packing = packing_of(torch.tensor([0, 3, 4, 9]), 9, CPU, groups)
-    *qkv, _ = operands((3, 1, 5), (4, 2, 5, 3), torch.float32)
+    _, *qkv = operands((3, 1, 5), (4, 2, 5, 3, 0), torch.float32)
     ours = gradients(lambda *x: context_attention(*x, packing, SCALE, ring=groups.ring, heads=groups.heads), qkv)
     for got, plain in zip(ours, gradients(lambda *x: causal_attention(*x, packing, SCALE), qkv), strict=True):
         assert torch.equal(got, plain)
@@ -176,30 +179,51 @@ def _sent(
     return forward, dict(meter.sent_bytes)
 
 
+@pytest.mark.parametrize("shared", [0, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_a_ring_sends_keys_and_values_once_to_every_other_rank_and_again_with_their_gradients(
-    ranks: Ranks, world: int, dtype: torch.dtype
+def test_a_ring_sends_a_front_chunk_to_every_other_rank_a_back_chunk_to_earlier_ones_and_both_again_with_gradients(
+    ranks: Ranks, world: int, dtype: torch.dtype, shared: int
 ) -> None:
-    mine, (_, shared, size, value) = 6, (4, 2, 5, 3)
-    elements = (world - 1) * mine * shared * (size + value)
-    # 6 is even, so that both chunks of every rank are equal: the sequences are 6 tokens per rank.
-    case = ((mine * world,), (4, shared, size, value))
-    for forward, both in ranks.run(_sent, world, 1, case, dtype):
-        assert forward == {("ring", "send"): elements * dtype.itemsize}
-        assert both == {("ring", "send"): 2 * elements * dtype.itemsize + elements * 4}  # gradients in float32
+    chunk, (_, kv, size, value, _) = 3, (4, 2, 5, 3, shared)
+    width = kv * (size - shared + value) + shared  # what heads share is sent once
+    case = ((2 * chunk * world,), (4, kv, size, value, shared))
+    for place, (forward, both) in enumerate(ranks.run(_sent, world, 1, case, dtype)):
+        # A back chunk leaves its own place and all below it but place 0; its gradients all places below it, from the highest on.
+        backs, sums = (world - place if place else 0), world - 1 - place
+        keys = chunk * width * (world - 1 + backs)
+        assert forward.get(("ring", "send"), 0) == keys * dtype.itemsize
+        of_gradients = chunk * width * (world - 1 + sums) * 4  # in float32
+        assert both == {("ring", "send"): 2 * keys * dtype.itemsize + of_gradients}
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_equal_chunks_cost_a_quarter_less_than_sending_everything_everywhere(ranks: Ranks, world: int) -> None:
+    lengths, (_, kv, size, value, _) = (8 * world, 2 * world), (4, 2, 5, 3, 0)
+    told = ranks.run(_sent, world, 1, (lengths, (4, kv, size, value, 0)), torch.float32)
+    everywhere = 3 * (world - 1) * sum(lengths) * kv * (size + value) * 4
+    assert sum(both["ring", "send"] for _, both in told) == everywhere * 3 // 4
 
 
 @pytest.mark.parametrize(
-    ("world", "shape"), [(2, (4, 2, 5, 3)), (3, (6, 3, 5, 3)), (4, (8, 4, 5, 3)), (4, (8, 2, 5, 3))]
+    ("world", "shape"),
+    [
+        (2, (4, 2, 5, 3, 0)),
+        (3, (6, 3, 5, 3, 0)),
+        (4, (8, 4, 5, 3, 0)),
+        (4, (8, 2, 5, 3, 0)),
+        (2, (4, 4, 5, 3, 2)),
+        (4, (4, 2, 5, 3, 1)),
+    ],
 )
 def test_exchanging_heads_sends_what_the_other_ranks_need_and_no_byte_more(
     ranks: Ranks, world: int, shape: tuple[int, ...]
 ) -> None:
-    heads, shared, size, value = shape
+    heads, kv, size, value, shared = shape
     mine = 5
-    # A key/value head goes to each rank whose queries read it, which are more than one where heads are fewer than ranks.
-    widths = heads * size + max(shared, world) * (size + value) + heads * value
+    # A key/value head goes to each rank whose queries read it, which are more than one where heads are fewer than ranks; what keys
+    # share goes to each of the others once.
+    widths = heads * size + max(kv, world) * (size - shared + value) + heads * value + world * shared
     one_way = mine * widths * (world - 1) // world * 4
     for forward, both in ranks.run(_sent, world, world, ((mine * world,), shape), torch.float32):
         assert forward == {("heads", "all_to_all"): one_way}
@@ -207,20 +231,26 @@ def test_exchanging_heads_sends_what_the_other_ranks_need_and_no_byte_more(
 
 
 def test_a_hierarchy_sends_heads_inside_and_keys_of_fewer_heads_outside(ranks: Ranks) -> None:
-    mine, (heads, shared, size, value) = 4, (4, 2, 5, 3)
-    inside = mine * (heads * (size + value) + shared * (size + value)) // 2 * 4
-    outside = 2 * mine * (shared // 2) * (size + value) * 4
-    for forward, both in ranks.run(_sent, 4, 2, ((16,), (heads, shared, size, value)), torch.float32):
-        assert forward == {("heads", "all_to_all"): inside, ("ring", "send"): outside}
-        assert both == {("heads", "all_to_all"): 2 * inside, ("ring", "send"): 3 * outside}
+    mine, (heads, kv, size, value, shared) = 4, (4, 2, 5, 3, 2)
+    inside = mine * (heads * (size + value) + kv * (size - shared + value) + 2 * shared) // 2 * 4
+    chunk = mine * (kv // 2 * (size - shared + value) + shared) * 4  # of both ranks that exchange heads
+    told = ranks.run(_sent, 4, 2, ((16,), (heads, kv, size, value, shared)), torch.float32)
+    for rank, (forward, both) in enumerate(told):
+        # Place 0 sends its front up, and later the gradients of both chunks of place 1; place 1 both chunks, and those of one.
+        keys, sums = (1, 2) if rank < 2 else (2, 1)
+        assert forward == {("heads", "all_to_all"): inside, ("ring", "send"): keys * chunk}
+        assert both == {("heads", "all_to_all"): 2 * inside, ("ring", "send"): (2 * keys + sums) * chunk}
 
 
-def test_ranks_send_only_the_tokens_they_hold(ranks: Ranks) -> None:
-    # One token, which the chunk that mirrors the first holds: its key goes from place 0 to 1 and 2, forward and backward, and the
-    # sum of its gradients, which begins at place 1, home over 2. Nobody sends anything else, and nobody waits for nothing.
-    told = ranks.run(_sent, 3, 1, ((1,), (1, 1, 2, 2)), torch.float32)
+def test_ranks_send_only_the_tokens_they_hold_and_only_to_those_who_read_them(ranks: Ranks) -> None:
     hop = (2 + 2) * 4
-    assert [both.get(("ring", "send"), 0) for _, both in told] == [2 * hop, 3 * hop, hop]
+    # One token, which the chunk that mirrors the first holds, as place 0 does: no other place reads it.
+    told = ranks.run(_sent, 3, 1, ((1,), (1, 1, 2, 2, 0)), torch.float32)
+    assert [both.get(("ring", "send"), 0) for _, both in told] == [0, 0, 0]
+    # Three tokens: a front at place 1, backs at places 2 and 0. The front goes 1, 2, 0, the back 2, 1, 0, each forward and backward.
+    # Their gradients go 2, 0, 1 and 1, 0, 2. Nobody sends anything else, and nobody waits for nothing.
+    told = ranks.run(_sent, 3, 1, ((3,), (1, 1, 2, 2, 0)), torch.float32)
+    assert [both.get(("ring", "send"), 0) for _, both in told] == [2 * hop, 5 * hop, 5 * hop]
 
 
 # What is computed, and when
@@ -257,37 +287,40 @@ def test_the_scores_computed_are_those_that_the_mask_leaves_and_no_more(
     ranks: Ranks, world: int, heads: int, lengths: tuple[int, ...]
 ) -> None:
     needed = 4 * sum(n * (n + 1) // 2 for n in lengths)
-    told = ranks.run(_scores, world, heads, (lengths, (4, 2, 5, 3)))
+    told = ranks.run(_scores, world, heads, (lengths, (4, 2, 5, 3, 0)))
     for name in ("forward", "backward"):
         assert sum(of_rank.get(name, 0) for of_rank in told) == needed
 
 
 def test_the_ring_shares_the_scores_evenly_where_chunks_are_equal(ranks: Ranks) -> None:
-    told = ranks.run(_scores, 4, 1, ((24, 24), (4, 2, 5, 3)))
+    told = ranks.run(_scores, 4, 1, ((24, 24), (4, 2, 5, 3, 0)))
     assert {of_rank["forward"] for of_rank in told} == {2 * 4 * (24 * 25 // 2) // 4}
 
 
 def _events(rank: int, world: int) -> list[str]:
     told: list[str] = []
-    shift, block = ring_module.ring_shift, ring_module.block_attention
+    start, block = ring_module.start_hops, ring_module.block_attention
 
     def started(*args: Any, **named: Any) -> Any:
         told.append("start")
-        return shift(*args, **named)
+        return start(*args, **named)
 
     def computed(*args: Any, **named: Any) -> Any:
         told.append("block")
         return block(*args, **named)
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(ring_module, "ring_shift", started)
+        monkeypatch.setattr(ring_module, "start_hops", started)
         monkeypatch.setattr(ring_module, "block_attention", computed)
-        _Run(world, 1).forward((12,), (1, 1, 2, 2), torch.float32)
+        _Run(world, 1).forward((12,), (1, 1, 2, 2, 0), torch.float32)
     return told
 
 
 def test_the_next_keys_are_under_way_before_a_block_is_computed(ranks: Ranks) -> None:
-    assert ranks.run(_events, 3) == [["start", "block", "start", "block", "block"]] * 3
+    later_backs = [(1, 1), (1, 0), (0, 0)]  # of the second step and the third; a front comes at each
+    for told, (second, third) in zip(ranks.run(_events, 3), later_backs, strict=True):
+        blocks = ["block"] * (1 + second)
+        assert told == ["start", "block", "start", *blocks, *["block"] * (1 + third)]
 
 
 # What is refused
@@ -309,29 +342,50 @@ def test_heads_that_ranks_cannot_share_are_refused_by_name(heads: int, shared: i
 @pytest.mark.parametrize("lengths", [(13, 1, 1), (), (2,), (8, 8, 3)])
 def test_a_cut_holds_every_token_once_and_blocks_are_those_a_mask_leaves(size: int, lengths: tuple[int, ...]) -> None:
     cut = cut_for_ring(lengths, size)
-    assert sum(cut.tokens) == sum(lengths)
-    groups = {place: _held(lengths, place, size) for place in range(size)}
+    halves: tuple[Half, Half] = ("front", "back")
+    assert sum(cut.tokens(place, half) for place in range(size) for half in halves) == sum(lengths)
+    held = {place: torch.tensor(_held(lengths, place, size, halves)) for place in range(size)}
     seen: Counter[tuple[int, int]] = Counter()
     for place in range(size):
         for source in range(size):
-            for block in cut.blocks(place, source):
-                queries, keys = (
-                    rows.of(torch.tensor(groups[at])) for rows, at in ((block.queries, place), (block.keys, source))
-                )
-                for of_query, of_key in zip(queries.tolist(), keys.tolist(), strict=True):
-                    pairs = [(q, k) for q in of_query for k in of_key if not block.causal or k <= q]
-                    seen.update(pairs)
+            for half in halves:
+                travels = torch.tensor(_held(lengths, source, size, (half,)))
+                for block in _blocks(cut, place, source, half):
+                    queries, keys = (
+                        block.queries.of(held[place]),
+                        block.keys.of(held[place] if block.causal else travels),
+                    )
+                    for of_query, of_key in zip(queries.tolist(), keys.tolist(), strict=True):
+                        seen.update((q, k) for q in of_query for k in of_key if not block.causal or k <= q)
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     wanted = [(a + i, a + j) for a, n in zip(starts, lengths, strict=True) for i in range(n) for j in range(i + 1)]
     assert seen == Counter(wanted)
 
 
-def _held(lengths: tuple[int, ...], place: int, size: int) -> list[int]:
-    """Tokens of the microbatch that a place holds, by the published rule: chunks `place` and its mirror of 2 * size."""
+@pytest.mark.parametrize("half", ["front", "back"])
+def test_a_chunk_lies_among_all_of_its_place_where_it_was_taken_from(half: Half) -> None:
+    lengths, size = (13, 13, 1, 8), 3
+    cut = cut_for_ring(lengths, size)
+    for place in range(size):
+        mine, chunk = (torch.tensor(_held(lengths, place, size, halves)) for halves in (("front", "back"), (half,)))
+        for own, sent in zip(cut.chunk(place, half), cut.travelling(place, half), strict=True):
+            assert own.of(mine).tolist() == sent.of(chunk).tolist()
+
+
+def _blocks(cut: Cut, place: int, source: int, half: Half) -> list[Block]:
+    if source == place:
+        return list(cut.home(place)) if half == "front" else []
+    # An earlier place's back chunk is not to be asked for.
+    return [] if source < place and half == "back" else list(cut.blocks(place, source, half))
+
+
+def _held(lengths: tuple[int, ...], place: int, size: int, halves: tuple[Half, ...]) -> list[int]:
+    """Tokens of the microbatch that a place holds in some of its chunks, by the published rule: `place` and its mirror of 2 * size."""
     found: list[int] = []
     begin = 0
     for n in lengths:
-        for chunk in (place, 2 * size - 1 - place):
+        for half in halves:
+            chunk = place if half == "front" else 2 * size - 1 - place
             found += range(begin + n * chunk // (2 * size), begin + n * (chunk + 1) // (2 * size))
         begin += n
     return found

@@ -26,7 +26,7 @@ from core.parallel.fake import fake_world, plan_world, planned_groups
 from core.parallel.groups import Group, groups_for
 from core.parallel.mesh import fold
 from core.parallel.pending import start_all_gather, start_reduce_scatter
-from core.parallel.point_to_point import ring_shift
+from core.parallel.point_to_point import Hop, start_hops
 from tests.ranks import Ranks
 
 Told = dict[str, tuple[tuple[int, ...], int, str]]
@@ -168,7 +168,7 @@ def test_every_kind_of_collective_returns_in_a_fake_world() -> None:
         sent = all_to_all(everyone, (1, 2, 3, 0), (0, 2, 1, 4), group)
         assert sent.shape == (7, 2)
         assert all_reduce_sum(x, group).shape == (3, 2) and all_reduce_max(x, group).shape == (3, 2)
-        assert ring_shift(torch.zeros(5), 4, group).wait().shape == (4,)
+        assert start_hops([Hop(x=torch.zeros(5), to=1, elements=4, source=2)], group).wait()[0].shape == (4,)
         assert start_reduce_scatter(torch.zeros(8), group).wait().shape == (2,)
         assert start_all_gather(torch.zeros(8), group).wait().shape == (8,)
         sent.sum().backward()

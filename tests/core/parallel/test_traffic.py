@@ -90,9 +90,8 @@ class Case:
             parallel=self.parallel,
             world=world,
             parts=layout_of(model, self.parallel).parts,
-            tokens=len(DOCUMENTS) * WINDOW,
+            lengths=tuple(length for documents in DOCUMENTS for length in documents),
             microbatches=len(DOCUMENTS) // MICROBATCH,
-            sequences=sum(map(len, DOCUMENTS)),
             element_bytes=self.dtype.itemsize,
             remote_share=remote_share,
         )
@@ -223,6 +222,37 @@ def test_even_routing_sends_all_but_one_part_of_the_rows() -> None:
         found = expected_bytes(Case(model="mixtral", parallel=Parallel(ep=ep)).step(4))["ep"]
         per_rank = tokens / 4 * top_k * (4 * 64 * 4 + 2 * 4) + 8 * experts  # each rank has one microbatch
         assert found == layers * per_rank * (ep - 1) / ep
+
+
+def test_a_ring_sends_a_token_to_every_place_that_reads_it_by_counting_them() -> None:
+    """Place by place and token by token: who holds a token of the sequence that comes later."""
+    for places in (1, 2, 4):
+        readers = 0
+        for length in (length for documents in DOCUMENTS for length in documents):
+            holder = [
+                min(chunk, 2 * places - 1 - chunk)
+                for chunk in range(2 * places)
+                for _ in range(length * chunk // (2 * places), length * (chunk + 1) // (2 * places))
+            ]
+            # Chunks may be empty where sequences are short, and nobody asks whether the reader's is.
+            owners = [set(range(places)) if t < length // 2 else set(range(holder[t])) for t in range(length)]
+            readers += sum(len(owners[t] - {holder[t]}) for t in range(length))
+        step = Case(model="mixtral", parallel=Parallel(cp=places)).step(4)
+        sent = sum(e.sent_bytes for e in exchanges(step) if e.axis == "ring")
+        assert sent == 2 * 3 * 4 * readers * 2 * (8 + 8)  # layers; k, v twice and once their gradients, of two heads
+
+
+def test_what_heads_share_of_a_key_is_sent_once_by_hand() -> None:
+    """Two layers and one ahead of four heads of nope 8, value 8, and a rope key that is not sent for each."""
+    attention = MODELS["deepseek"].layers[0].attention
+    assert isinstance(attention, MLA)
+    layers = len(tuple(MODELS["deepseek"].all_layers()))
+    nope, value, rope = attention.nope_dim, attention.value_dim, attention.rope_dim
+    step = Case(model="deepseek", parallel=Parallel(cp=4, cp_alltoall=4)).step(4)
+    traded = (
+        4 * (nope + rope + value) + 4 * (nope + value) + 4 * rope
+    )  # q and output, k and v, the shared key to four ranks
+    assert expected_bytes(step)["heads"] == layers * 104 / 4 * 2 * 4 * traded * 3 / 4
 
 
 def test_the_same_rows_cross_ep_whatever_the_dense_folding() -> None:

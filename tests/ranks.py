@@ -8,6 +8,7 @@ of exactly as many ranks as it asks for.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib.util
 import io
 import multiprocessing
@@ -247,6 +248,8 @@ def _serve(rank: int, connection: Connection, log: str, root: str) -> None:
         if message == b"end":
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
+            # A process group lives on, with a thread that polls its sockets, for as long as a model's cycle of references holds it.
+            gc.collect()
             continue
         connection.send_bytes(_answer(rank, message))
 

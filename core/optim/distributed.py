@@ -6,6 +6,7 @@ All ranks of a process group start its collectives in the same order: that of th
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -61,6 +62,14 @@ class SumBucket(Protocol):
         ...
 
 
+def _arrived(reduction: weakref.ref[Reduction], name: str, parameter: Tensor) -> None:
+    """The hook behind a parameter's gradient. It must not own what owns the parameter: torch keeps hooks where Python's garbage
+    collector cannot see them, so that model, optimizer and process groups would live for ever."""
+    found = reduction()
+    if found is not None:
+        found.arrived(name)
+
+
 class Reduction:
     """Adds up gradients in the buckets' main gradients and sums them over copies; each rank ends with its own part."""
 
@@ -71,8 +80,8 @@ class Reduction:
         self._begun = False
         self._started = 0  # so many buckets, from the first, are under way or summed
         self._pending: deque[Pending] = deque()
-        for bucket, slot in self.slots.values():
-            slot.parameter.register_post_accumulate_grad_hook(partial(self._arrived, bucket, slot))
+        for _, slot in self.slots.values():
+            slot.parameter.register_post_accumulate_grad_hook(partial(_arrived, weakref.ref(self), slot.name))
 
     def begin(self, passes: Mapping[str, int] | int) -> None:
         """Start a step of which it is known how many backward passes reach each parameter; those left out: none."""
@@ -112,8 +121,9 @@ class Reduction:
             slot.filled = False
         self._begun, self.done, self._started = False, False, 0
 
-    def _arrived(self, bucket: SumBucket, slot: SumSlot, parameter: Tensor) -> None:
-        """The hook behind each parameter's gradient. A backward outside a step that has begun is none of our business."""
+    def arrived(self, name: str) -> None:
+        """Take over a gradient that has just come. A backward outside a step that has begun is none of our business."""
+        bucket, slot = self.slots[name]
         # Without a gradient: it was put off, and comes by hand.
         if self._begun and slot.parameter.grad is not None:
             self._take(bucket, slot)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -378,3 +380,17 @@ def test_a_model_without_trained_parameters_has_an_optimizer_that_does_nothing()
     norm = optimizer.gradient_norm()
     optimizer.step(0.1, norm)
     assert norm == 0.0 and optimizer.state() == [] and optimizer.steps == 1
+
+
+def test_a_model_that_nobody_holds_any_more_is_freed_with_its_optimizer() -> None:
+    """Hooks that own what owns the parameter would keep all of it alive, and with each process group a thread that polls."""
+    model = Tree()
+    optimizer = ChainedOptimizer(model, CONFIG, one_rank())
+    optimizer.begin(1)
+    sum(parameter.square().sum() for parameter in model.parameters()).backward()
+    optimizer.reduce()
+    optimizer.step(0.1, 1.0)
+    left = weakref.ref(model), weakref.ref(optimizer), weakref.ref(model.embedding.weight)
+    del model, optimizer
+    gc.collect()
+    assert [ref() for ref in left] == [None, None, None]

@@ -21,16 +21,12 @@ OUTSIDE = ("tests", "benchmarks")
 WITHOUT_TORCH = (
     *("core/errors.py", "core/config/*", "core/parallel/mesh.py", "core/check/*"),
     "core/parallel/traffic.py",
-    *(
-        "core/pipeline/action.py",
-        "core/pipeline/layout.py",
-        "core/pipeline/schedule.py",
-        "core/pipeline/prove.py",
-        "core/pipeline/simulate.py",
-    ),
+    *("core/pipeline/action.py", "core/pipeline/layout.py", "core/pipeline/schedule.py", "core/pipeline/interleave.py"),
+    *("core/pipeline/transfers.py", "core/pipeline/prove.py", "core/pipeline/simulate.py"),
     *("core/state/box.py", "core/state/rules.py", "core/state/spec.py", "core/data/*", "core/training/metrics.py"),
     *("ckpt/manifest.py", "ckpt/store/protocol.py", "ckpt/cli.py", "models/*"),
     *("launch/profiles.py", "launch/request.py", "launch/cli.py", "launch/backends/*"),
+    *("launch/describe.py", "launch/schedule.py", "launch/schedule_picture.py"),
 )
 TORCH_IN_FUNCTIONS = ("launch/backends/local.py",)  # it starts ranks when asked to, and only then
 FINDS_MODELS = "core/config/family.py"  # the one dynamic import: a model package by its name

@@ -24,10 +24,8 @@ from core.kernels.backend import wide_dtype
 from core.parallel.groups import Group
 from core.parallel.point_to_point import Exchange, Hop, start_hops
 
-KEYS, GRADIENTS = (
-    0,
-    2,
-)  # tags of the first message of each kind: two of keys and three of gradients are under way together
+# Tags of the first message of each kind: two of keys and three of gradients are under way together.
+KEYS, GRADIENTS = 0, 2
 
 
 class Keys(NamedTuple):

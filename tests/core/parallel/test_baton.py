@@ -97,8 +97,13 @@ def test_an_interrupt_that_comes_while_the_second_waits_for_its_first_turn_ends_
         baton.give_way()
         ended.append("first")
 
-    with pytest.raises(KeyboardInterrupt):
-        baton.together(first, lambda: ended.append("second"))
+    # A shell that starts a test run in the background has it ignore SIGINT.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            baton.together(first, lambda: ended.append("second"))
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert ended == ["first"]
     assert not [thread for thread in threading.enumerate() if thread.name == "combined"]
 

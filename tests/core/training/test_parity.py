@@ -24,7 +24,7 @@ from tests.ranks import Ranks
 ADAM = OptimizerConfig(learning_rate=0.005, beta1=0.9, beta2=0.95, eps=1e-2, weight_decay=0.1, clip_norm=1.0)
 STEPS, WINDOWS = 10, 8
 FOLDINGS = [(world, *case) for world in (1, 2, 4) for case in drawn(world)]
-FOLDINGS += [(8, *case) for case in drawn(8, 14)]
+FOLDINGS += [(8, *case) for case in drawn(8, 20)]
 
 
 def case_of(world: int, name: str, parallel: ParallelConfig) -> Case:

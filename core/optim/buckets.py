@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -45,17 +45,6 @@ class Slot:
         """The end of the slot."""
         return self.start + self.entry.tensor.numel()
 
-    def take(self) -> None:
-        """Add the parameter's `.grad` to the main gradient, and clear it."""
-        fresh = self.entry.tensor.grad
-        assert fresh is not None, f"{self.name}: has no gradient"
-        self.entry.tensor.grad = None
-        if self.filled:
-            self.gradient.add_(fresh)
-        else:
-            self.gradient.copy_(fresh)
-        self.filled = True
-
 
 @dataclass(eq=False, kw_only=True)
 class Bucket:
@@ -88,12 +77,6 @@ class Bucket:
         """Where my part begins in the buffers."""
         return self.group.position * self.master.numel()
 
-    def zero_unreached(self) -> None:
-        """Let a parameter that no pass reached count as zero."""
-        for slot in self.slots:
-            if not slot.filled:
-                slot.gradient.zero_()
-
     def publish(self) -> None:
         """Round the master into my part of the parameters, where it is a copy."""
         if self.master.dtype != self.parameters.dtype:
@@ -111,14 +94,34 @@ def pack(entries: Mapping[str, Entry], groups: Groups, bucket_bytes: int) -> tup
     The order is that of the buckets' first parameters in the module, backwards. Ranks that share a group have the same
     parameters for it in the same order, so they come to the same buckets in the same order, whatever else each of them has.
     """
-    classes: dict[tuple[str, tuple[int, ...], bool, torch.dtype], list[tuple[int, str, Entry]]] = {}
-    for index, (name, entry) in enumerate(entries.items()):
+
+    def kind(entry: Entry) -> Hashable:
         group = replicas(entry.spec, groups)
-        key = (group.axis, group.ranks, entry.spec.decay, entry.tensor.dtype)
-        classes.setdefault(key, []).append((index, name, entry))
-    chunks = [chunk for members in classes.values() for chunk in chunks_of(members, bucket_bytes)]
+        return group.axis, group.ranks, entry.spec.decay, entry.tensor.dtype
+
+    return tuple(_bucket(members, groups) for members in in_chunks(entries, kind, bucket_bytes))
+
+
+def in_chunks(
+    entries: Mapping[str, Entry], kind: Callable[[Entry], Hashable], most_bytes: int
+) -> list[list[tuple[str, Entry]]]:
+    """Entries of one kind together, in chunks of up to `most_bytes` of gradients; the chunks as backward completes them."""
+    classes: dict[Hashable, list[tuple[int, str, Entry]]] = {}
+    for index, (name, entry) in enumerate(entries.items()):
+        classes.setdefault(kind(entry), []).append((index, name, entry))
+    chunks = [chunk for members in classes.values() for chunk in _chunks_of(members, most_bytes)]
     chunks.sort(key=lambda chunk: chunk[0][0], reverse=True)
-    return tuple(_bucket([(name, entry) for _, name, entry in chunk], groups) for chunk in chunks)
+    return [[(name, entry) for _, name, entry in chunk] for chunk in chunks]
+
+
+def lay_out(members: Sequence[tuple[str, Entry]], dtype: torch.dtype, ranks: int) -> tuple[list[int], int]:
+    """Where each tensor begins in a flat buffer of `dtype`, aligned, and how long that is to part evenly over `ranks`, aligned."""
+    unit = ALIGNMENT_BYTES // dtype.itemsize
+    starts, filled = [], 0
+    for _, entry in members:
+        starts.append(filled)
+        filled += _rounded_up(entry.tensor.numel(), unit)
+    return starts, _rounded_up(filled, unit * ranks)
 
 
 def main_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -126,7 +129,7 @@ def main_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def chunks_of(members: Sequence[tuple[int, str, Entry]], most_bytes: int) -> Iterator[list[tuple[int, str, Entry]]]:
+def _chunks_of(members: Sequence[tuple[int, str, Entry]], most_bytes: int) -> Iterator[list[tuple[int, str, Entry]]]:
     """Neighbours together, filled from the end, since backward begins there; each chunk in module order."""
     chunk: list[tuple[int, str, Entry]] = []
     filled = 0
@@ -146,12 +149,7 @@ def _bucket(members: Sequence[tuple[str, Entry]], groups: Groups) -> Bucket:
     """The buffers of some parameters, which move into them."""
     first = members[0][1]
     group, like = replicas(first.spec, groups), first.tensor
-    unit = ALIGNMENT_BYTES // like.dtype.itemsize
-    starts, filled = [], 0
-    for _, entry in members:
-        starts.append(filled)
-        filled += rounded_up(entry.tensor.numel(), unit)
-    size = rounded_up(filled, unit * group.size)
+    starts, size = lay_out(members, like.dtype, group.size)
     parameters = torch.zeros(size, dtype=like.dtype, device=like.device)
     gradients = torch.zeros(size, dtype=main_dtype(like.dtype), device=like.device)
     slots = []
@@ -165,6 +163,6 @@ def _bucket(members: Sequence[tuple[str, Entry]], groups: Groups) -> Bucket:
     return Bucket(slots=tuple(slots), group=group, decay=first.spec.decay, parameters=parameters, gradients=gradients)
 
 
-def rounded_up(count: int, unit: int) -> int:
+def _rounded_up(count: int, unit: int) -> int:
     """The least multiple of `unit` that is not below `count`."""
     return math.ceil(count / unit) * unit

@@ -18,22 +18,20 @@ from torch import Tensor
 from core.optim.buckets import Bucket
 from core.parallel.groups import Group
 from core.parallel.pending import Pending, start_all_gather, start_reduce_scatter
+from core.state.shard import local
 
 
 class SumSlot(Protocol):
     """A parameter whose gradients are added up in a bucket; see `core.optim.buckets.Slot`."""
 
     name: str
+    gradient: Tensor
     filled: bool
     passes_left: int
 
     @property
     def parameter(self) -> Tensor:
         """The parameter of the model, which gets a `.grad`."""
-        ...
-
-    def take(self) -> None:
-        """Add the parameter's `.grad` to the main gradient, and clear it."""
         ...
 
 
@@ -57,9 +55,24 @@ class SumBucket(Protocol):
         """The main gradients [group.size * n]."""
         ...
 
-    def zero_unreached(self) -> None:
-        """Let a parameter that no pass reached count as zero."""
-        ...
+
+def take(slot: SumSlot) -> None:
+    """Add what is here of the parameter's `.grad` to the main gradient, and clear it."""
+    assert slot.parameter.grad is not None, f"{slot.name}: has no gradient"
+    fresh = local(slot.parameter.grad)
+    slot.parameter.grad = None
+    if slot.filled:
+        slot.gradient.add_(fresh)
+    else:
+        slot.gradient.copy_(fresh)
+    slot.filled = True
+
+
+def zero_unreached(bucket: SumBucket) -> None:
+    """Let parameters that no pass reached count as zero."""
+    for slot in bucket.slots:
+        if not slot.filled:
+            slot.gradient.zero_()
 
 
 def _arrived(reduction: weakref.ref[Reduction], name: str, parameter: Tensor) -> None:
@@ -130,7 +143,7 @@ class Reduction:
 
     @torch.no_grad()
     def _take(self, bucket: SumBucket, slot: SumSlot) -> None:
-        slot.take()
+        take(slot)
         if not self._begun:
             return
         slot.passes_left -= 1
@@ -152,7 +165,7 @@ class Reduction:
     def _start_next(self) -> None:
         bucket = self.buckets[self._started]
         self._started += 1
-        bucket.zero_unreached()
+        zero_unreached(bucket)
         self._pending.append(start_reduce_scatter(bucket.gradients, bucket.group))
 
 

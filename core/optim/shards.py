@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,14 +10,13 @@ from torch import Tensor, nn
 
 from core.config.run import OptimizerConfig
 from core.optim.adam import AdamW, Shard
-from core.optim.buckets import ALIGNMENT_BYTES, BUCKET_BYTES, chunks_of, main_dtype, rounded_up
+from core.optim.buckets import BUCKET_BYTES, in_chunks, lay_out, main_dtype
 from core.optim.distributed import Reduction
 from core.optim.norm import sum_of_squares
 from core.parallel.collectives import all_reduce_sum
 from core.parallel.groups import Group, Groups
 from core.parallel.pending import start_all_gather
 from core.state.inventory import Entry, copies, declared, piece_of
-from core.state.shard import local
 from core.state.sharded import ShardedTensor
 from core.transformer.stage import Stage
 
@@ -39,17 +38,6 @@ class ShardSlot:
     filled: bool = False
     passes_left: int = 0
 
-    def take(self) -> None:
-        """Add the parameter's `.grad` to the main gradient, and clear it."""
-        assert self.parameter.grad is not None, f"{self.name}: has no gradient"
-        fresh = local(self.parameter.grad)
-        self.parameter.grad = None
-        if self.filled:
-            self.gradient.add_(fresh)
-        else:
-            self.gradient.copy_(fresh)
-        self.filled = True
-
 
 @dataclass(eq=False, kw_only=True)
 class ShardBucket:
@@ -59,12 +47,6 @@ class ShardBucket:
     group: Group
     gradients: Tensor
     waiting: int = 0
-
-    def zero_unreached(self) -> None:
-        """Let a parameter that no pass reached count as zero."""
-        for slot in self.slots:
-            if not slot.filled:
-                slot.gradient.zero_()
 
 
 class FullyShardedOptimizer:
@@ -158,31 +140,28 @@ class FullyShardedOptimizer:
 def _pack(model: nn.Module, groups: Groups, bucket_bytes: int) -> tuple[ShardBucket, ...]:
     """The trained parameters in buckets, in the order in which backward completes them; see `core.optim.buckets.pack`."""
     parameters = dict(model.named_parameters())
-    classes: dict[tuple[tuple[int, ...], torch.dtype], list[tuple[int, str, Entry]]] = {}
-    for index, (name, entry) in enumerate(declared(model).items()):
-        if entry.spec.trained:
-            key = copies(entry, groups).ranks, main_dtype(entry.tensor.dtype)
-            classes.setdefault(key, []).append((index, name, entry))
-    chunks = [chunk for members in classes.values() for chunk in chunks_of(members, bucket_bytes)]
-    chunks.sort(key=lambda chunk: chunk[0][0], reverse=True)
-    return tuple(_bucket([(name, entry, parameters[name]) for _, name, entry in chunk], groups) for chunk in chunks)
+
+    def kind(entry: Entry) -> Hashable:
+        return copies(entry, groups).ranks, main_dtype(entry.tensor.dtype)
+
+    trained = {name: entry for name, entry in declared(model).items() if entry.spec.trained}
+    return tuple(_bucket(members, parameters, groups) for members in in_chunks(trained, kind, bucket_bytes))
 
 
-def _bucket(members: Sequence[tuple[str, Entry, nn.Parameter]], groups: Groups) -> ShardBucket:
+def _bucket(
+    members: Sequence[tuple[str, Entry]], parameters: Mapping[str, nn.Parameter], groups: Groups
+) -> ShardBucket:
     """The main gradients of some parameters, zero."""
     first = members[0][1]
     group, dtype = copies(first, groups), main_dtype(first.tensor.dtype)
-    unit = ALIGNMENT_BYTES // dtype.itemsize
-    starts, filled = [], 0
-    for _, entry, _ in members:
-        starts.append(filled)
-        filled += rounded_up(entry.tensor.numel(), unit)
-    gradients = torch.zeros(rounded_up(filled, unit * group.size), dtype=dtype, device=first.tensor.device)
+    starts, size = lay_out(members, dtype, group.size)
+    gradients = torch.zeros(size, dtype=dtype, device=first.tensor.device)
     slots = []
-    for (name, entry, parameter), start in zip(members, starts, strict=True):
+    for (name, entry), start in zip(members, starts, strict=True):
         # Not the parameter itself, which FSDP and autograd give gradients of their own.
         held = entry.tensor.detach()
         gradient = gradients[start : start + held.numel()].view(held.shape)
         master = held if held.dtype == dtype else held.to(dtype)
+        parameter = parameters[name]
         slots.append(ShardSlot(name=name, entry=entry, parameter=parameter, gradient=gradient, master=master))
     return ShardBucket(slots=tuple(slots), group=group, gradients=gradients)

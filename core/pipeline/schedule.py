@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from functools import lru_cache
 from itertools import zip_longest
 
 from core.config.mapping import ScheduleName
@@ -15,6 +16,8 @@ from core.pipeline.transfers import with_transfers
 FORWARD_ONLY = "forward_only"
 
 
+# A pure function of a few numbers, asked for anew in every step: the last ones are kept.
+@lru_cache(maxsize=8)
 def make_schedule(name: ScheduleName, *, stages: int, virtual: int, microbatches: int) -> Schedule:
     """The training schedule called `name`. Raises ValueError unless all three numbers are positive."""
     makers = {"gpipe": gpipe, "1f1b": one_f_one_b, "zero_bubble": zero_bubble, "combined": combined}
@@ -76,6 +79,7 @@ def zero_bubble(*, stages: int, virtual: int, microbatches: int) -> Schedule:
     return with_transfers("zero_bubble", virtual=virtual, microbatches=microbatches, compute=compute)
 
 
+@lru_cache(maxsize=8)
 def forward_only(*, stages: int, virtual: int, microbatches: int) -> Schedule:
     """Every forward and nothing else: validation."""
     order = forward_order(stages, virtual, padded(stages, virtual, microbatches))

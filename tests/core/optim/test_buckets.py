@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from core.optim.buckets import ALIGNMENT_BYTES, BUCKET_BYTES, Bucket, main_dtype, pack
+from core.optim.distributed import take, zero_unreached
 from core.parallel.groups import Group, Groups, one_rank
 from core.state.inventory import Entry
 from tests.core.optim.trees import SMALL_BUCKET, Tree, trained
@@ -123,13 +124,13 @@ def test_a_first_gradient_replaces_what_is_left_from_the_step_before_and_others_
     slot.gradient.fill_(99.0)
     for number in (256.0, 1.0, 1.0, 1.0):
         entry.tensor.grad = torch.full_like(entry.tensor, number)
-        slot.take()
+        take(slot)
         assert entry.tensor.grad is None
     assert slot.gradient.tolist() == [259.0] * 7 and slot.filled
-    bucket.zero_unreached()
+    zero_unreached(bucket)
     assert slot.gradient.tolist() == [259.0] * 7
     slot.filled = False
-    bucket.zero_unreached()
+    zero_unreached(bucket)
     assert slot.gradient.tolist() == [0.0] * 7
 
 
@@ -138,7 +139,7 @@ def test_a_gradient_in_another_layout_arrives_in_the_parameters_order() -> None:
     (bucket,) = pack({"matrix": entry}, one_rank(), BUCKET_BYTES)
     fresh = torch.arange(91.0).view(7, 13).T
     entry.tensor.grad = fresh
-    bucket.slots[0].take()
+    take(bucket.slots[0])
     assert torch.equal(bucket.gradients[:91], fresh.reshape(-1))
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
-
 import ml_dtypes
 import numpy as np
 import torch
@@ -38,9 +36,15 @@ def to_numpy(tensor: Tensor) -> np.ndarray:
         raise CheckpointError(f"dtype {name} cannot be stored in a checkpoint") from None
 
 
-def checksum(array: np.ndarray) -> int:
-    """The crc32 of an array's elements in row-major order (little-endian, as every machine that trains is)."""
-    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+def bytes_of(tensor: Tensor) -> np.ndarray:
+    """The memory of a contiguous tensor on the host, as uint8 that can be written to."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy()
+
+
+def from_bytes(content: np.ndarray, dtype: str, shape: tuple[int, ...]) -> Tensor:
+    """The tensor whose values are `content` (uint8, row by row), sharing its memory where that is writable."""
+    content = np.require(content, requirements=("C", "W"))
+    return torch.from_numpy(content).view(getattr(torch, dtype)).view(shape)
 
 
 def to_torch(array: np.ndarray) -> Tensor:

@@ -1,43 +1,51 @@
-"""What is in a checkpoint: every tensor, every piece of it with checksum and files. Written last, so it vouches for all."""
+"""What is in a checkpoint: every tensor, and for every block of it where it lies and its checksum. Written last, so it vouches for all."""
 
 from __future__ import annotations
 
 import json
-import os
+import math
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from ckpt.dtype import item_bytes
+from ckpt.files.protocol import Files
 from core.errors import CheckpointError
 from core.state.box import Box
 
-SCHEMA = 1
+SCHEMA = 2
 MANIFEST = "manifest.json"
+PARTIAL = ".partial"
+Codec = Literal["raw", "zstd"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class File:
-    """A file of the checkpoint, relative to its folder, and its size in bytes."""
+    """A file of the checkpoint: its size, and the crc32c of those of its bytes that belong to no block."""
 
-    path: str
     size: int
+    crc32c: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """A few MiB of a tensor, row by row and little-endian: `size` bytes from byte `offset` of `file`, and their crc32c."""
+
+    file: str
+    offset: int
+    size: int
+    crc32c: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """The piece `box` of a tensor, written by `rank` into the array at `array`, which holds the piece `array_box`.
-
-    crc32: of the piece's elements in row-major order, little-endian. files: those that only this piece needs.
-    """
+    """The piece `box` of a tensor, written by `rank`: its blocks, in row-major order, are of the shape `block` or less at its ends."""
 
     box: Box
     rank: int
-    array: str
-    array_box: Box
-    crc32: int
-    files: tuple[File, ...]
+    block: tuple[int, ...]
+    blocks: tuple[Block, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,62 +57,68 @@ class Entry:
     dtype: str
     pieces: tuple[Piece, ...]
 
+    @property
+    def bytes(self) -> int:
+        """The size of the tensor's values."""
+        return math.prod(self.shape) * item_bytes(self.dtype)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """A whole checkpoint. `sequence` counts the saves of a run: the largest is the newest, whatever its step.
 
-    extra: what the run keeps beside its tensors, as JSON values.
+    store: for whom the files are laid out besides us. codec: how the bytes of a block hold its values. files: every file but this
+    manifest. extra: what the run keeps beside its tensors, as JSON values.
     """
 
     step: int
     sequence: int
     store: str
+    codec: Codec
+    files: Mapping[str, File]
     entries: tuple[Entry, ...]
     extra: Mapping[str, Any]
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest and push it to the disk. Raises OSError."""
-    content = {
-        "step": manifest.step,
-        "sequence": manifest.sequence,
-        "store": manifest.store,
-        "entries": [_entry_to_json(entry) for entry in manifest.entries],
-        "extra": manifest.extra,
-    }
+def manifest_bytes(manifest: Manifest) -> bytes:
+    """The manifest as it is written."""
+    content = _manifest_to_json(manifest)
     text = json.dumps({"schema": SCHEMA, "crc32": _crc32(content), "content": content}, separators=(",", ":"))
-    with open(folder / MANIFEST, "w", encoding="utf-8") as file:
-        file.write(text + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    return f"{text}\n".encode()
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint folder.
+def read_manifest(files: Files) -> Manifest:
+    """The manifest of a checkpoint.
 
-    Raises CheckpointError where the folder is not a checkpoint, is half-written, damaged, or of a newer version.
+    Raises CheckpointError where there is no checkpoint, or one that is half-written, damaged, or of a newer version.
     """
+    where = files.address
     try:
-        raw = (folder / MANIFEST).read_bytes()
-    except FileNotFoundError:
-        raise CheckpointError(_why_no_manifest(folder)) from None
+        raw = files.read(MANIFEST)
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(_why_no_manifest(files)) from None
     except OSError as error:
-        raise CheckpointError(f"{folder / MANIFEST}: cannot be read: {error.strerror or error}") from error
-    damaged = f"{folder / MANIFEST}: the manifest is damaged; use another checkpoint of this run"
+        raise CheckpointError(f"{where}/{MANIFEST}: cannot be read: {error.strerror or error}") from error
+    damaged = f"{where}/{MANIFEST}: the manifest is damaged; use another checkpoint of this run"
     try:
         document = json.loads(raw)
         schema = document["schema"]
-        if isinstance(schema, int) and schema > SCHEMA:
-            raise CheckpointError(
-                f"{folder}: written in version {schema} of the format; this zoo reads up to {SCHEMA}. Use a newer zoo."
-            )
+        if isinstance(schema, int) and schema != SCHEMA:
+            raise CheckpointError(f"{where}: {_other_version(schema)}")
         content = document["content"]
-        if schema != SCHEMA or document["crc32"] != _crc32(content):
+        if document["crc32"] != _crc32(content):
             raise CheckpointError(f"{damaged}. Its checksum does not match its content.")
         return _manifest_from_json(content)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, IndexError) as error:
         raise CheckpointError(f"{damaged}. {type(error).__name__}: {error}") from error
+
+
+def _other_version(schema: int) -> str:
+    newer = schema > SCHEMA
+    return (
+        f"written in version {schema} of the format; this zoo reads version {SCHEMA}. "
+        f"Use {'a newer' if newer else 'the older'} zoo{'' if newer else ' that wrote it'}."
+    )
 
 
 def require_json(value: object, where: str = "extra") -> None:
@@ -126,34 +140,27 @@ def require_json(value: object, where: str = "extra") -> None:
         )
 
 
-def file_faults(folder: Path, manifest: Manifest) -> Iterator[tuple[Entry, Piece, str]]:
-    """Every listed file that is missing or of another size than was written, with the tensor and piece that it hits."""
-    for entry in manifest.entries:
-        for piece in entry.pieces:
-            for fault in piece_file_faults(folder, piece):
-                yield entry, piece, fault
+def file_faults(files: Files, manifest: Manifest) -> dict[str, str]:
+    """What is wrong with the files of a checkpoint by their sizes alone: path -> missing, or of another size than was written."""
+    sizes = files.sizes()
+    faults = {}
+    for path, file in manifest.files.items():
+        if path not in sizes:
+            faults[path] = f"{path} is missing"
+        elif sizes[path] != file.size:
+            faults[path] = f"{path} has {sizes[path]} bytes instead of {file.size}"
+    return faults
 
 
-def piece_file_faults(folder: Path, piece: Piece) -> Iterator[str]:
-    """What is wrong with the files of one piece, by their metadata alone."""
-    for file in piece.files:
-        try:
-            size = (folder / file.path).stat().st_size
-        except OSError:
-            yield f"{file.path} is missing"
-            continue
-        if size != file.size:
-            yield f"{file.path} has {size} bytes instead of {file.size}"
-
-
-def _why_no_manifest(folder: Path) -> str:
-    if not folder.is_dir():
-        return f"{folder}: there is no such checkpoint folder"
-    if folder.name.endswith(".partial"):
-        return f"{folder}: this checkpoint is half-written (its save was interrupted); use an older one of the same run"
-    if (folder / "checkpoints").is_dir():
-        return f"{folder}: this is a run folder; give one of the checkpoints in {folder / 'checkpoints'}"
-    return f"{folder}: this is not a checkpoint (it has no {MANIFEST})"
+def _why_no_manifest(files: Files) -> str:
+    where, present = files.address, files.sizes()
+    if not present:
+        return f"{where}: there is no such checkpoint"
+    if where.endswith(PARTIAL):
+        return f"{where}: this checkpoint is half-written (its save was interrupted); use an older one of the same run"
+    if any(path.startswith("checkpoints/") for path in present):
+        return f"{where}: this is a run folder; give one of the checkpoints in {where}/checkpoints"
+    return f"{where}: this is not a checkpoint (it has no {MANIFEST})"
 
 
 def _crc32(content: object) -> int:
@@ -168,41 +175,50 @@ def _box_from_json(value: Any) -> Box:
     return Box(offset=tuple(value[0]), shape=tuple(value[1]))
 
 
-def _entry_to_json(entry: Entry) -> dict[str, Any]:
-    pieces = [
-        {
-            "box": _box_to_json(piece.box),
-            "rank": piece.rank,
-            "array": piece.array,
-            "array_box": _box_to_json(piece.array_box),
-            "crc32": piece.crc32,
-            "files": [[file.path, file.size] for file in piece.files],
-        }
-        for piece in entry.pieces
-    ]
-    return {"name": entry.name, "shape": list(entry.shape), "dtype": entry.dtype, "pieces": pieces}
+def _manifest_to_json(manifest: Manifest) -> dict[str, Any]:
+    """Files are named by number in blocks, of which a large checkpoint has millions."""
+    number = {path: i for i, path in enumerate(manifest.files)}
 
+    def piece_to_json(piece: Piece) -> list[Any]:
+        blocks = [[number[block.file], block.offset, block.size, block.crc32c] for block in piece.blocks]
+        return [*_box_to_json(piece.box), piece.rank, list(piece.block), blocks]
 
-def _entry_from_json(value: Any) -> Entry:
-    pieces = tuple(
-        Piece(
-            box=_box_from_json(piece["box"]),
-            rank=piece["rank"],
-            array=piece["array"],
-            array_box=_box_from_json(piece["array_box"]),
-            crc32=piece["crc32"],
-            files=tuple(File(path=path, size=size) for path, size in piece["files"]),
-        )
-        for piece in value["pieces"]
-    )
-    return Entry(name=value["name"], shape=tuple(value["shape"]), dtype=value["dtype"], pieces=pieces)
+    return {
+        "step": manifest.step,
+        "sequence": manifest.sequence,
+        "store": manifest.store,
+        "codec": manifest.codec,
+        "files": [[path, file.size, file.crc32c] for path, file in manifest.files.items()],
+        "entries": [
+            {"name": e.name, "shape": list(e.shape), "dtype": e.dtype, "pieces": [piece_to_json(p) for p in e.pieces]}
+            for e in manifest.entries
+        ],
+        "extra": manifest.extra,
+    }
 
 
 def _manifest_from_json(content: Any) -> Manifest:
+    paths = [path for path, _, _ in content["files"]]
+
+    def piece_from_json(value: Any) -> Piece:
+        offset, shape, rank, block, blocks = value
+        found = tuple(Block(file=paths[n], offset=at, size=size, crc32c=crc) for n, at, size, crc in blocks)
+        return Piece(box=_box_from_json((offset, shape)), rank=rank, block=tuple(block), blocks=found)
+
     return Manifest(
         step=content["step"],
         sequence=content["sequence"],
         store=content["store"],
-        entries=tuple(_entry_from_json(entry) for entry in content["entries"]),
+        codec=content["codec"],
+        files={path: File(size=size, crc32c=crc) for path, size, crc in content["files"]},
+        entries=tuple(
+            Entry(
+                name=e["name"],
+                shape=tuple(e["shape"]),
+                dtype=e["dtype"],
+                pieces=tuple(map(piece_from_json, e["pieces"])),
+            )
+            for e in content["entries"]
+        ),
         extra=content["extra"],
     )

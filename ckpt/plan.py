@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ckpt.dtype import ITEM_BYTES, item_bytes
-from ckpt.store.protocol import Array
 from core.errors import CheckpointError
-from core.state.box import Box, tiling_fault
+from core.state.box import Box, cut, tiling_fault
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
-MOST_CELLS_PER_PIECE = 2
-MOST_PADDING = 1.25
+# The most that is written in one piece, and so in one file of a Zarr array.
+PIECE_BYTES = 512 << 20
+# A piece that several ranks hold is divided among them as long as each gets this much.
+LEAST_SHARE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,17 +37,11 @@ class Held:
 
 @dataclass(frozen=True, kw_only=True)
 class Write:
-    """`rank` writes the piece `box` of tensor `name` into `array`, which holds the piece `array_box`.
-
-    first: it also writes the array's description, being the first in it.
-    """
+    """`rank` writes the piece `box` of tensor `name`."""
 
     name: str
     box: Box
     rank: int
-    array: Array
-    array_box: Box
-    first: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,16 +56,12 @@ class Plan:
 
     @property
     def bytes(self) -> int:
-        """What the chunks take on the disk, padding at the edges of tensors included, metadata not."""
-        total = 0
-        for write in self.writes:
-            cells = math.prod(math.ceil(s / c) for s, c in zip(write.box.shape, write.array.chunk, strict=True))
-            total += cells * math.prod(write.array.chunk) * item_bytes(write.array.dtype)
-        return total
+        """The values of all tensors, which is what the checkpoint takes but for descriptions and padding."""
+        return sum(math.prod(shape) * item_bytes(dtype) for shape, dtype in self.tensors.values())
 
 
-def plan_save(held: Sequence[Sequence[Held]]) -> Plan:
-    """The writes of a checkpoint of what every rank holds (`held[rank]`).
+def plan_save(held: Sequence[Sequence[Held]], piece_bytes: int = PIECE_BYTES) -> Plan:
+    """The writes of a checkpoint of what every rank holds (`held[rank]`), none of more than `piece_bytes` but of one row.
 
     Raises CheckpointError, naming every tensor at fault, unless the pieces tile each tensor exactly once.
     """
@@ -78,16 +69,13 @@ def plan_save(held: Sequence[Sequence[Held]]) -> Plan:
     if faults:
         raise CheckpointError("\n".join(["the state cannot be saved:", *(f"  {fault}" for fault in faults)]))
     holders = _holders(held)
-    owner = _spread(holders)
-    tensors: dict[str, tuple[tuple[int, ...], str]] = {}
-    writes: list[Write] = []
+    tensors = {}
     for name, boxes in sorted(holders.items()):
         sample = next(iter(boxes.values()))[0][1]
         tensors[name] = (sample.shape, sample.dtype)
-        filled = sorted((box for box in boxes if box.elements), key=lambda box: box.offset)
-        if filled:
-            writes.extend(_writes(sample, filled, owner))
-    return Plan(tensors=tensors, writes=tuple(writes))
+    return Plan(
+        tensors=tensors, writes=tuple(sorted(_spread(holders, piece_bytes), key=lambda w: (w.name, w.box.offset)))
+    )
 
 
 def holding_faults(held: Sequence[Sequence[Held]], *, with_copies: bool) -> list[str]:
@@ -145,50 +133,30 @@ def _copy_fault(holding: list[tuple[int, Held]]) -> str | None:
     return f"the piece at offset {box.offset} shape {box.shape} is not held once per copy: {claims}"
 
 
-def _spread(holders: dict[str, dict[Box, list[tuple[int, Held]]]]) -> dict[tuple[str, Box], int]:
-    """The rank that writes each piece: the largest pieces first, each to the holder with the fewest bytes so far."""
-    load: dict[int, int] = {}
-    owner: dict[tuple[str, Box], int] = {}
-    pieces = [(name, box, holding) for name, boxes in holders.items() for box, holding in boxes.items()]
-    for name, box, holding in sorted(pieces, key=lambda p: (-p[2][0][1].bytes, p[0], p[1].offset)):
-        rank = min((rank for rank, _ in holding), key=lambda rank: (load.get(rank, 0), rank))
-        load[rank] = load.get(rank, 0) + holding[0][1].bytes
-        owner[name, box] = rank
-    return owner
+def _spread(holders: dict[str, dict[Box, list[tuple[int, Held]]]], piece_bytes: int) -> Iterator[Write]:
+    """Who writes what: the largest pieces first, each to the holder with the fewest bytes so far.
 
-
-def _writes(sample: Held, boxes: list[Box], owner: dict[tuple[str, Box], int]) -> list[Write]:
-    """The writes of one tensor: into one array whose chunk grid separates the pieces, else into one array per piece."""
-    chunk = _grid(sample.shape, boxes)
-    path = f"tensors/{sample.name}"
-    writes = []
-    for index, box in enumerate(boxes):
-        if chunk:
-            array = Array(path=path, shape=sample.shape, dtype=sample.dtype, chunk=chunk)
-            array_box = Box(offset=(0,) * len(sample.shape), shape=sample.shape)
-        else:
-            array = Array(path=f"{path}/{index}", shape=box.shape, dtype=sample.dtype, chunk=box.shape)
-            array_box = box
-        rank = owner[sample.name, box]
-        first = chunk is None or index == 0
-        writes.append(
-            Write(name=sample.name, box=box, rank=rank, array=array, array_box=array_box, first=first),
-        )
-    return writes
-
-
-def _grid(shape: tuple[int, ...], boxes: list[Box]) -> tuple[int, ...] | None:
-    """The coarsest regular grid of chunks in which no two pieces share a chunk, or None where it would waste files or space.
-
-    Along each dimension a chunk is the greatest common divisor of all inner boundaries; a scalar has the chunk ().
+    A piece that several ranks hold is divided among them, unless it is small.
     """
-    chunk = []
-    for d, size in enumerate(shape):
-        edges = {box.offset[d] for box in boxes} | {box.offset[d] + box.shape[d] for box in boxes}
-        chunk.append(math.gcd(*(edges - {0, size})) or size)
-    counts = [math.ceil(size / c) for size, c in zip(shape, chunk, strict=True)]
-    if math.prod(counts) > MOST_CELLS_PER_PIECE * len(boxes):
-        return None
-    if math.prod(n * c for n, c in zip(counts, chunk, strict=True)) > MOST_PADDING * math.prod(shape):
-        return None
-    return tuple(chunk)
+    load: dict[int, int] = {}
+    pieces = [(name, box, holding) for name, boxes in holders.items() for box, holding in boxes.items() if box.elements]
+    for name, box, holding in sorted(pieces, key=lambda p: (-p[2][0][1].bytes, p[0], p[1].offset)):
+        ranks, whole_bytes = [rank for rank, _ in holding], holding[0][1].bytes
+        parts = max(-(-whole_bytes // piece_bytes), min(len(ranks), whole_bytes // LEAST_SHARE_BYTES), 1)
+        for part in divided(box, parts):
+            rank = min(ranks, key=lambda rank: (load.get(rank, 0), rank))
+            load[rank] = load.get(rank, 0) + whole_bytes * part.elements // box.elements
+            yield Write(name=name, box=part, rank=rank)
+
+
+def divided(box: Box, parts: int) -> list[Box]:
+    """A box in about `parts` pieces that are each contiguous in it: cut along its first dimensions, equal where they can be."""
+    if parts <= 1:
+        return [box]
+    for d, size in enumerate(box.shape):
+        if size == 1 and d + 1 < len(box.shape):
+            continue
+        count = next((n for n in range(parts, min(2 * parts, size + 1)) if size % n == 0), min(parts, size))
+        cuts = [cut(box, d, i, count) for i in range(count)]
+        return [piece for one in cuts for piece in divided(one, parts // count)]
+    return [box]

@@ -2,57 +2,112 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from ckpt.agree import on_first, together
-from ckpt.folders import next_sequence, only_saver, open_partial, prune, publish
-from ckpt.host import checksum, dtype_name, to_numpy
-from ckpt.manifest import Entry, File, Manifest, Piece, require_json, write_manifest
-from ckpt.plan import Held, Plan, Write, plan_save
-from ckpt.store.protocol import Block, Store
-from ckpt.store.zarr import ZarrStore
+from ckpt.blocks import crc32c
+from ckpt.files.address import open_files
+from ckpt.files.protocol import Address
+from ckpt.host import dtype_name, to_numpy
+from ckpt.manifest import Codec, File, Manifest, manifest_bytes, require_json
+from ckpt.plan import Held, Plan, plan_save
+from ckpt.shelf.address import open_shelf
+from ckpt.shelf.protocol import Shelf
+from ckpt.store.find import find_store
+from ckpt.store.protocol import OutFile, Read, Store, Written, entries_of, write_file
 from core.errors import CheckpointError
 from core.parallel.groups import Group
-from core.state.box import shifted
+from core.state.box import Box, shifted
 from core.state.sharded import ShardedTensor
 
 # What a file system takes for a file beside its bytes, generously.
 BYTES_PER_FILE = 4096
 
 
-def save(
-    run: Path, step: int, tensors: Iterable[ShardedTensor], extra: Mapping[str, Any], world: Group, keep: int
-) -> Path:
-    """Write the checkpoint `run/checkpoints/step_…`, then remove all but the `keep` newest. Collective over `world`.
+@dataclass(frozen=True, kw_only=True)
+class Saving:
+    """How checkpoints are written. store: zarr or torch_dist. codec: raw or zstd. keep: how many of a run are kept."""
 
-    tensors: what this rank holds; of equal copies one rank writes, so that all ranks write about as many bytes.
-    extra: JSON values; the first rank's are written. Returns the folder, once everything is on the disk. A step that was
-    saved before is replaced at once.
+    store: str = "zarr"
+    codec: Codec = "raw"
+    keep: int = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A save that all ranks have agreed on: what is written into which files by whom."""
+
+    plan: Plan
+    files: tuple[OutFile, ...]
+    store: Store
+    codec: Codec
+
+    @property
+    def bytes(self) -> int:
+        """What it takes on the disk, generously."""
+        return self.plan.bytes + BYTES_PER_FILE * (4 + 2 * len(self.files))
+
+
+def save(
+    run: Address,
+    step: int,
+    tensors: Iterable[ShardedTensor],
+    extra: Mapping[str, Any],
+    world: Group,
+    saving: Saving,
+) -> str:
+    """Write the checkpoint of `step` of a run, then remove all but the newest `saving.keep`. Collective over `world`.
+
+    run: a folder (the checkpoint is then `run/checkpoints/step_…`) or the URL of an object store. tensors: what this rank holds; of
+    equal copies each rank writes its share, so that all ranks write about as many bytes. extra: JSON values; the first rank's are
+    written. Returns the checkpoint's address, once everything is on the disk. A step that was saved before is replaced at once.
 
     Raises CheckpointError on every rank if any rank fails (pieces that do not tile their tensor, a full disk, …); the
     checkpoints from before are then as they were.
     """
-    store = ZarrStore()
     mine = tuple(tensors)
-    held = together(world, lambda: _checked(mine, extra, step, keep))
+    planned = agree(step, mine, extra, world, saving)
+    return carry_out(run, step, planned, mine, extra, world, saving.keep)
+
+
+def agree(
+    step: int, tensors: tuple[ShardedTensor, ...], extra: Mapping[str, Any], world: Group, saving: Saving
+) -> Planned:
+    """What every rank will write: a pure function of what all of them hold, which they tell each other. Collective."""
+    held = together(world, lambda: _checked(tensors, extra, step, saving))
     plan = plan_save(held)
+    store = find_store(saving.store)
+    return Planned(plan=plan, files=store.lay_out(plan), store=store, codec=saving.codec)
+
+
+def carry_out(
+    run: Address,
+    step: int,
+    planned: Planned,
+    tensors: tuple[ShardedTensor, ...],
+    extra: Mapping[str, Any],
+    world: Group,
+    keep: int,
+) -> str:
+    """The writing half of `save`. Collective over `world`, which an asynchronous save has for itself."""
+    shelf = open_shelf(run)
     with ExitStack() as held_by_first:
-        partial = on_first(world, lambda: _begin(run, step, plan, held_by_first))
+        partial = on_first(world, lambda: _begin(shelf, step, planned, held_by_first))
         try:
-            on_first(world, lambda: store.begin(partial, [write.array for write in plan.writes]))
-            pieces = together(world, lambda: write_share(partial, plan, mine, world.position, store))
-            final = on_first(world, lambda: commit(run, step, partial, plan, pieces, extra, store))
+            written = together(world, lambda: write_share(partial, planned, tensors, world.position))
+            final = on_first(world, lambda: commit(shelf, step, partial, planned, written, extra))
         except CheckpointError as error:
-            raise CheckpointError(_failed(run, step, plan, error)) from error.__cause__
+            raise CheckpointError(_failed(shelf, step, planned, error)) from error.__cause__
         finally:
-            # After a failure, of whatever kind, on the rank that made the folder; after a success it has its final name.
+            # After a failure, of whatever kind, on the rank that made it; after a success it has its final name.
             if world.position == 0:
-                shutil.rmtree(partial, ignore_errors=True)
-        on_first(world, lambda: prune(run, keep))
+                shelf.discard(partial)
+        on_first(world, lambda: shelf.prune(keep))
     return final
 
 
@@ -64,92 +119,99 @@ def describe(tensors: Iterable[ShardedTensor]) -> tuple[Held, ...]:
     )
 
 
-def _checked(tensors: tuple[ShardedTensor, ...], extra: Mapping[str, Any], step: int, keep: int) -> tuple[Held, ...]:
+def write_share(partial: str, planned: Planned, tensors: tuple[ShardedTensor, ...], rank: int) -> list[Written]:
+    """Write this rank's files."""
+    files, read = open_files(partial), reader(tensors)
+    mine = [file for file in planned.files if file.rank == rank]
+    return [write_file(planned.store, planned.plan, file, planned.codec, read, files.write) for file in mine]
+
+
+def reader(tensors: Iterable[ShardedTensor]) -> Read:
+    """Reads boxes that lie inside one of `tensors`, their memory where that is contiguous and on the host."""
+    of: dict[str, list[ShardedTensor]] = {}
+    for tensor in tensors:
+        of.setdefault(tensor.name, []).append(tensor)
+
+    def read(name: str, box: Box) -> np.ndarray:
+        holder = next(t for t in of[name] if _holds(t.box, box))
+        return to_numpy(holder.data[shifted(box, holder.box.offset).slices])
+
+    return read
+
+
+def commit(
+    shelf: Shelf, step: int, partial: str, planned: Planned, written: list[list[Written]], extra: Mapping[str, Any]
+) -> str:
+    """Write the descriptions and the manifest, and make it a checkpoint of the run."""
+    manifest = finish(partial, step, shelf.next_sequence(), planned, [file for rank in written for file in rank], extra)
+    return shelf.publish(step, partial, manifest_bytes(manifest))
+
+
+def finish(
+    partial: str, step: int, sequence: int, planned: Planned, written: list[Written], extra: Mapping[str, Any]
+) -> Manifest:
+    """Write what other programs need beside the data; the manifest of it all, which is not written yet."""
+    manifest = Manifest(
+        step=step,
+        sequence=sequence,
+        store=planned.store.name,
+        codec=planned.codec,
+        files={file.path: file.file for file in written},
+        entries=entries_of(planned.plan, written),
+        extra=extra,
+    )
+    described = planned.store.describe(manifest)
+    files = open_files(partial)
+    for path, content in described.items():
+        files.write(path, [content])
+    more = {path: File(size=len(content), crc32c=crc32c(content)) for path, content in described.items()}
+    return replace(manifest, files={**manifest.files, **more})
+
+
+def _checked(
+    tensors: tuple[ShardedTensor, ...], extra: Mapping[str, Any], step: int, saving: Saving
+) -> tuple[Held, ...]:
     require_json(extra)
-    if step < 0 or keep < 1:
-        raise CheckpointError(f"step={step}, keep={keep}: a step is at least 0, and at least 1 checkpoint is kept")
+    if step < 0 or saving.keep < 1:
+        raise CheckpointError(
+            f"step={step}, keep={saving.keep}: a step is at least 0, and at least 1 checkpoint is kept"
+        )
+    codecs = find_store(saving.store).codecs
+    if saving.codec not in codecs:
+        raise CheckpointError(
+            f"codec={saving.codec}: the store {saving.store} cannot hold it. Works: {', '.join(codecs)}"
+        )
     return describe(tensors)
 
 
-def _begin(run: Path, step: int, plan: Plan, lock: ExitStack) -> Path:
-    """Claim the run, check the free space, make the partial folder."""
+def _begin(shelf: Shelf, step: int, planned: Planned, lock: ExitStack) -> str:
+    """Claim the run, make the partial checkpoint, check the free space."""
     try:
-        lock.enter_context(only_saver(run))
-        partial = open_partial(run, step)
+        lock.enter_context(shelf.only_saver())
+        partial = shelf.begin(step)
     except OSError as error:
-        raise CheckpointError(f"{run / 'checkpoints'}: cannot be written: {error.strerror or error}") from error
-    free, needed = shutil.disk_usage(partial).free, _needed(plan)
-    if free < needed:
-        partial.rmdir()
+        raise CheckpointError(f"{shelf.address}: cannot be written: {error.strerror or error}") from error
+    free = open_files(partial).free_bytes()
+    if free is not None and free < planned.bytes:
+        shelf.discard(partial)
         raise CheckpointError(
-            f"{partial.parent}: the checkpoint of step {step} needs {needed:,} bytes, {free:,} are free. Make room, or set "
+            f"{shelf.address}: the checkpoint of step {step} needs {planned.bytes:,} bytes, {free:,} are free. Make room, or set "
             "checkpoint.keep lower; the checkpoints from before are untouched."
         )
     return partial
 
 
-def write_share(
-    partial: Path, plan: Plan, tensors: tuple[ShardedTensor, ...], rank: int, store: Store
-) -> list[tuple[str, Piece]]:
-    """Write this rank's share of the plan; (tensor, piece) of everything written."""
-    data = {(tensor.name, tensor.box): tensor for tensor in tensors}
-    share = [write for write in plan.writes if write.rank == rank]
-    checksums: list[int] = []
-
-    def blocks() -> Iterator[Block]:
-        for write in share:
-            array = to_numpy(data[write.name, write.box].data)
-            checksums.append(checksum(array))
-            box = shifted(write.box, write.array_box.offset)
-            yield Block(array=write.array, box=box, data=array, first=write.first)
-
-    store.write(partial, blocks())
-    return [(write.name, _piece(partial, write, crc, store)) for write, crc in zip(share, checksums, strict=True)]
-
-
-def _piece(partial: Path, write: Write, crc32: int, store: Store) -> Piece:
-    paths = store.files(write.array, shifted(write.box, write.array_box.offset), write.first)
-    return Piece(
-        box=write.box,
-        rank=write.rank,
-        array=write.array.path,
-        array_box=write.array_box,
-        crc32=crc32,
-        files=tuple(File(path=path, size=(partial / path).stat().st_size) for path in paths),
+def _holds(outer: Box, inner: Box) -> bool:
+    return all(
+        o <= i and i + n <= o + m
+        for o, m, i, n in zip(outer.offset, outer.shape, inner.offset, inner.shape, strict=True)
     )
 
 
-def commit(
-    run: Path,
-    step: int,
-    partial: Path,
-    plan: Plan,
-    pieces: list[list[tuple[str, Piece]]],
-    extra: Mapping[str, Any],
-    store: Store,
-) -> Path:
-    """Write the manifest and give the folder its final name."""
-    of: dict[str, list[Piece]] = {name: [] for name in plan.tensors}
-    for name, piece in (found for rank in pieces for found in rank):
-        of[name].append(piece)
-    entries = tuple(
-        Entry(name=name, shape=shape, dtype=dtype, pieces=tuple(sorted(of[name], key=lambda piece: piece.box.offset)))
-        for name, (shape, dtype) in plan.tensors.items()
-    )
-    sequence = next_sequence(run)
-    manifest = Manifest(step=step, sequence=sequence, store=store.name, entries=entries, extra=extra)
-    write_manifest(partial, manifest)
-    return publish(run, step, partial)
-
-
-def _needed(plan: Plan) -> int:
-    """Bytes of the chunks, and room for the files' own blocks, the arrays' descriptions and the manifest."""
-    return plan.bytes + BYTES_PER_FILE * (4 + 3 * len(plan.writes))
-
-
-def _failed(run: Path, step: int, plan: Plan, error: CheckpointError) -> str:
-    free = shutil.disk_usage(run).free
+def _failed(shelf: Shelf, step: int, planned: Planned, error: CheckpointError) -> str:
+    free = open_files(shelf.address).free_bytes()
+    room = "" if free is None else f" (it needs {planned.bytes:,} bytes, {free:,} are free)"
     return (
-        f"{run / 'checkpoints'}: the checkpoint of step {step} could not be written (it needs {_needed(plan):,} bytes, "
-        f"{free:,} are free); the checkpoints from before are untouched.\n{error}"
+        f"{shelf.address}: the checkpoint of step {step} could not be written{room}; "
+        f"the checkpoints from before are untouched.\n{error}"
     )

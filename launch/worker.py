@@ -24,9 +24,10 @@ import torch
 import torch.distributed as dist
 from tokenizers import Tokenizer
 
-from ckpt.folders import latest
 from ckpt.load import load
-from ckpt.save import save
+from ckpt.save import Saving, save
+from ckpt.shelf.address import latest
+from ckpt.source import MODEL_PREFIX, OPTIMIZER_PREFIX
 from core.config.run import RunConfig
 from core.config.serial import run_to_json
 from core.data.loader import Loader
@@ -51,8 +52,6 @@ from launch.progress import ProgressLine
 
 SAMPLE_PROMPT_TOKENS = 16
 PR_SET_PDEATHSIG = 1
-MODEL_PREFIX = "model."
-OPTIMIZER_PREFIX = "optimizer."
 
 
 @dataclass(kw_only=True)
@@ -110,7 +109,7 @@ def train(out: Path, flag: StopFlag) -> None:
 
     def keep(step: int, tokens: int) -> None:
         extra = {"step": step, "tokens": tokens, "data": data.identity, "run": run_to_json(run)}
-        save(out, step, training_state(model, optimizer, groups), extra, groups.world, run.checkpoint.keep)
+        save(out, step, training_state(model, optimizer, groups), extra, groups.world, _saving(run))
 
     with contextlib.ExitStack() as stack:
         record = _recorder(stack, out, run, start) if first else _ignore
@@ -179,6 +178,10 @@ def _continuation(
     given = tokenizer.encode(prompt, add_special_tokens=False).ids
     made = generate(model, given, tokens=tokens, end_of_text=data.end_of_text, temperature=temperature, seed=seed)
     return tokenizer.decode(made[len(given) :])
+
+
+def _saving(run: RunConfig) -> Saving:
+    return Saving(store=run.checkpoint.store, codec=run.checkpoint.codec, keep=run.checkpoint.keep)
 
 
 def _dtype(run: RunConfig) -> torch.dtype:

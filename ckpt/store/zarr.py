@@ -1,170 +1,172 @@
-"""The Zarr v3 store, through tensorstore: one file per chunk, a checksum per inner chunk, many files under way at once."""
+"""The Zarr v3 layout, which plain `zarr.open` and tensorstore read.
+
+`tensors/<name>` is one array where all pieces of the tensor are equal: a shard file per piece, its inner chunks our blocks, each
+with the crc32c that Zarr checks. Small pieces, and pieces of odd shapes such as a flat optimizer shard's, lie one behind the other in
+`pieces/<rank>.<number>.<dtype>`, 1-d arrays of one file whose attribute `tensors` says which piece begins where: so the number of
+files grows with ranks and bytes, not with the number of tensors. Zarr for Python knows no bfloat16 or float8: those arrays are
+declared as unsigned integers of the width, with the type in the attribute `dtype`.
+"""
 
 from __future__ import annotations
 
-import itertools
 import json
-import math
-from collections import deque
-from collections.abc import Iterable, Iterator
-from pathlib import Path, PurePosixPath
+from collections.abc import Iterator, Mapping
+from itertools import groupby
+from pathlib import PurePosixPath
 from typing import Any
 
-import numpy as np
-import tensorstore as ts
-
+from ckpt.blocks import ZSTD_LEVEL, block_boxes, block_shape, crc32c
 from ckpt.dtype import item_bytes
-from ckpt.store.protocol import Array, Block, Request
-from core.errors import CheckpointError
-from core.state.box import Box
+from ckpt.files.protocol import Buffer
+from ckpt.manifest import Codec, Entry, Manifest, Piece
+from ckpt.plan import PIECE_BYTES, Plan, Write
+from ckpt.store.protocol import OutFile, Read, Tape
 
-# A chunk file larger than this is divided into inner chunks that can be read, and are checked, one by one.
-INNER_BYTES = 4 << 20
-# Bytes and operations that one process keeps under way: enough to keep a disk busy, little beside a model.
-WINDOW_BYTES = 256 << 20
-WINDOW_COUNT = 512
+# A piece smaller than this gets no file of its own.
+SMALL_BYTES = 64 << 10
+TENSORS, PIECES = "tensors", "pieces"
+_CRC: dict[str, Any] = {"name": "crc32c"}
+_BYTES: dict[str, Any] = {"name": "bytes", "configuration": {"endian": "little"}}
+_ZSTD: dict[str, Any] = {"name": "zstd", "configuration": {"level": ZSTD_LEVEL, "checksum": False}}
+# What zarr for Python has no type for, by the integers that it is declared as.
+_DECLARED = {
+    "bfloat16": "uint16",
+    "float8_e4m3fn": "uint8",
+    "float8_e5m2": "uint8",
+    "float8_e8m0fnu": "uint8",
+}
 
 
 class ZarrStore:
-    """Arrays as Zarr v3: `<path>/zarr.json` and one file `<path>/c.i.j` per chunk; plain `zarr.open` reads them."""
+    """Arrays as Zarr v3."""
 
     name = "zarr"
+    codecs: tuple[Codec, ...] = ("raw", "zstd")
 
-    def begin(self, folder: Path, arrays: Iterable[Array]) -> None:
-        """Write the description of every Zarr group above the arrays."""
-        groups = {str(parent) for array in arrays for parent in PurePosixPath(array.path).parents} - {"."}
-        text = json.dumps({"zarr_format": 3, "node_type": "group", "attributes": {}}).encode()
-        files = _files(folder)
-        futures = [(group, files.write(f"{group}/zarr.json", text)) for group in sorted(groups)]
-        for group, future in futures:
-            _finish(future, folder / group / "zarr.json")
+    def lay_out(self, plan: Plan) -> tuple[OutFile, ...]:
+        """A file per piece of a tensor that Zarr can have as one array; files of many pieces per rank for the others."""
+        files: list[OutFile] = []
+        rest: list[Write] = []
+        for name, group in groupby(plan.writes, key=lambda write: write.name):
+            writes = list(group)
+            if not _is_regular(writes, *plan.tensors[name]):
+                rest += writes
+                continue
+            for write in writes:
+                cell = (o // s for o, s in zip(write.box.offset, write.box.shape, strict=True))
+                path = ".".join([f"{TENSORS}/{name}/c", *map(str, cell)])
+                files.append(OutFile(path=path, rank=write.rank, writes=(write,)))
+        return (*files, *_packed(plan, rest))
 
-    def write(self, folder: Path, blocks: Iterable[Block]) -> None:
-        """Write every block; each file is pushed to the disk before this returns. Raises CheckpointError."""
-        files = _files(folder)
-        window = _Window()
-        try:
-            for block in blocks:
-                for future in self._start(folder, files, block):
-                    window.add(future, folder / block.array.path, block.data.nbytes)
-            window.drain()
-        except BaseException:
-            # The folder is about to be removed: nothing may still be writing into it.
-            window.abandon()
-            raise
+    def encode(self, plan: Plan, file: OutFile, tape: Tape, read: Read) -> Iterator[Buffer | Piece]:
+        """A shard with its index, a chunk with its checksum, or pieces one behind the other."""
+        own_array = file.path.startswith(f"{TENSORS}/")
+        for write in file.writes:
+            block = block_shape(write.box.shape, item_bytes(plan.tensors[write.name][1]))
+            index: list[int] = []
+            for box in block_boxes(write.box, block):
+                content = tape.block(read(write.name, box))
+                yield content
+                if own_array:
+                    yield tape.other(tape.blocks[-1].crc32c.to_bytes(4, "little"))
+                    index += (tape.blocks[-1].offset, len(content) + 4)
+            if len(index) > 2:
+                entries = b"".join(number.to_bytes(8, "little") for number in index)
+                yield tape.other(entries + crc32c(entries).to_bytes(4, "little"))
+            yield Piece(box=write.box, rank=write.rank, block=block, blocks=tape.taken())
 
-    def _start(self, folder: Path, files: ts.KvStore, block: Block) -> Iterator[ts.Future | ts.WriteFutures]:
-        metadata = _metadata(block.array)
-        if block.first:
-            described = {"zarr_format": 3, "node_type": "array", "attributes": {}} | metadata
-            yield files.write(f"{block.array.path}/zarr.json", json.dumps(described).encode())
-        spec = _spec(folder, block.array.path) | {"metadata": metadata, "store_data_equal_to_fill_value": True}
-        # The description is ours and known: no rank has to wait for the one that writes it.
-        array = ts.open(spec, open=True, assume_metadata=True).result()
-        yield array[block.box.slices].write(block.data, can_reference_source_data_indefinitely=True)
-
-    def files(self, array: Array, box: Box, first: bool) -> tuple[str, ...]:
-        """The chunk files of a block, and the array's description with the first of them."""
-        spans = [
-            range(offset // chunk, math.ceil((offset + size) / chunk))
-            for offset, size, chunk in zip(box.offset, box.shape, array.chunk, strict=True)
-        ]
-        chunks = [".".join(["c", *map(str, cell)]) for cell in itertools.product(*spans)]
-        return tuple(f"{array.path}/{name}" for name in (["zarr.json"] if first else []) + chunks)
-
-    def read(self, folder: Path, requests: Iterable[Request]) -> Iterator[np.ndarray]:
-        """The data of every request, in order. Raises CheckpointError on a missing or damaged chunk or description."""
-        window = _Window()
-        for request in requests:
-            where = folder / request.path
-            try:
-                array = ts.open(_spec(folder, request.path), open=True).result()
-            except Exception as error:
-                raise CheckpointError(f"{where}: cannot be read: {_short(error)}") from error
-            if tuple(array.shape) != request.shape or array.dtype.name != request.dtype:
-                found, said = f"{array.dtype.name} {tuple(array.shape)}", f"{request.dtype} {request.shape}"
-                raise CheckpointError(f"{where}: is {found} where the manifest says {said}: the checkpoint is damaged")
-            size = request.box.elements * item_bytes(request.dtype)
-            yield from window.add(array[request.box.slices].read(), where, size)
-        yield from window.drain()
+    def describe(self, manifest: Manifest) -> Mapping[str, bytes]:
+        """The description of every group and array."""
+        arrays: dict[str, dict[str, Any]] = {}
+        for entry in manifest.entries:
+            for piece in entry.pieces:
+                path = str(PurePosixPath(piece.blocks[0].file).parent)
+                if path.startswith(f"{TENSORS}/"):
+                    arrays[path] = _tensor(entry, piece, manifest.codec)
+                else:
+                    bundle = arrays.setdefault(path, _bundle(path, manifest))
+                    bundle["attributes"]["tensors"].append(_place(entry, piece, manifest.codec))
+        groups = {"", *(str(parent) for path in arrays for parent in PurePosixPath(path).parents)} - {"."}
+        described = {
+            path: {"zarr_format": 3, "node_type": "group", "attributes": {}} for path in sorted(groups)
+        } | arrays
+        return {f"{path}/zarr.json".lstrip("/"): json.dumps(text).encode() for path, text in described.items()}
 
 
-class _Window:
-    """Operations under way, oldest first, bounded in bytes and number."""
-
-    def __init__(self) -> None:
-        self._waiting: deque[tuple[ts.Future | ts.WriteFutures, Path, int]] = deque()
-        self._bytes = 0
-
-    def add(self, future: ts.Future | ts.WriteFutures, where: Path, size: int) -> list[Any]:
-        """Take in an operation; the results of those that had to end to make room, in order."""
-        self._waiting.append((future, where, size))
-        self._bytes += size
-        done = []
-        while len(self._waiting) > 1 and (self._bytes > WINDOW_BYTES or len(self._waiting) > WINDOW_COUNT):
-            done.append(self._next())
-        return done
-
-    def drain(self) -> list[Any]:
-        """The results of all that is left."""
-        return [self._next() for _ in range(len(self._waiting))]
-
-    def abandon(self) -> None:
-        """Wait until nothing is under way, whatever became of it."""
-        for future, _, _ in self._waiting:
-            future.exception()
-        self._waiting.clear()
-
-    def _next(self) -> Any:
-        future, where, size = self._waiting.popleft()
-        self._bytes -= size
-        return _finish(future, where)
+def _is_regular(writes: list[Write], shape: tuple[int, ...], dtype: str) -> bool:
+    """Whether the pieces are the cells of one grid, each worth a file, and each divided evenly by its blocks."""
+    first = writes[0].box
+    block = block_shape(first.shape, item_bytes(dtype))
+    return (
+        first.elements * item_bytes(dtype) >= SMALL_BYTES
+        and all(write.box.shape == first.shape for write in writes)
+        and all(size % cell == 0 for size, cell in zip(shape, first.shape, strict=True))
+        and all(size % part == 0 for size, part in zip(first.shape, block, strict=True))
+    )
 
 
-def _finish(future: ts.Future | ts.WriteFutures, where: Path) -> Any:
-    try:
-        return future.result()
-    except Exception as error:
-        raise CheckpointError(f"{where}: {_short(error)}") from error
+def _packed(plan: Plan, writes: list[Write]) -> Iterator[OutFile]:
+    """Files of at most PIECE_BYTES, each of one rank and one element type."""
+    by_kind = sorted(writes, key=lambda write: (write.rank, plan.tensors[write.name][1], write.name, write.box.offset))
+    for (rank, dtype), group in groupby(by_kind, key=lambda write: (write.rank, plan.tensors[write.name][1])):
+        shelf: list[Write] = []
+        number = filled = 0
+        for write in group:
+            size = write.box.elements * item_bytes(dtype)
+            if shelf and filled + size > PIECE_BYTES:
+                yield OutFile(path=f"{PIECES}/{rank:05d}.{number}.{dtype}/c.0", rank=rank, writes=tuple(shelf))
+                shelf, filled, number = [], 0, number + 1
+            shelf.append(write)
+            filled += size
+        yield OutFile(path=f"{PIECES}/{rank:05d}.{number}.{dtype}/c.0", rank=rank, writes=tuple(shelf))
 
 
-def _short(error: Exception) -> str:
-    """tensorstore's message without the specification and source lines that it appends."""
-    return str(error).split(" [", 1)[0] if "[OS error" not in str(error) else str(error).split(" [source", 1)[0]
-
-
-def _files(folder: Path) -> ts.KvStore:
-    return ts.KvStore.open({"driver": "file", "path": f"{folder}/"}).result()
-
-
-def _spec(folder: Path, path: str) -> dict[str, Any]:
-    kvstore = {"driver": "file", "path": f"{folder / path}/"}
-    return {"driver": "zarr3", "kvstore": kvstore, "fill_missing_data_reads": False}
-
-
-def _metadata(array: Array) -> dict[str, Any]:
-    """The Zarr v3 description of an array. Every (inner) chunk carries its own crc32c, which any read of it checks."""
-    checked = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
-    inner = _inner_chunk(array.chunk, item_bytes(array.dtype))
-    sharded = {"chunk_shape": inner, "codecs": checked, "index_codecs": checked, "index_location": "end"}
-    plain = tuple(inner) == array.chunk
+def _described(
+    shape: tuple[int, ...], dtype: str, chunk: tuple[int, ...], codecs: list[dict[str, Any]]
+) -> dict[str, Any]:
     return {
-        "shape": list(array.shape),
-        "data_type": array.dtype,
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(array.chunk)}},
+        "zarr_format": 3,
+        "node_type": "array",
+        "attributes": {"dtype": dtype},
+        "shape": list(shape),
+        "data_type": _DECLARED.get(dtype, dtype),
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(chunk)}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
-        "fill_value": False if array.dtype == "bool" else 0.0 if "float" in array.dtype else 0,
-        "codecs": checked if plain else [{"name": "sharding_indexed", "configuration": sharded}],
+        "fill_value": False if dtype == "bool" else 0.0 if "float" in dtype and dtype not in _DECLARED else 0,
+        "codecs": codecs,
     }
 
 
-def _inner_chunk(chunk: tuple[int, ...], bytes_each: int) -> list[int]:
-    """`chunk` cut evenly, leading dimensions first (experts, then rows), until it has at most INNER_BYTES."""
-    inner = list(chunk)
-    for d, size in enumerate(chunk):
-        excess = math.prod(inner) * bytes_each / INNER_BYTES
-        if excess <= 1:
-            break
-        parts = next((n for n in range(math.ceil(excess), size) if size % n == 0), size)
-        inner[d] = size // parts
-    return inner
+def _tensor(entry: Entry, piece: Piece, codec: Codec) -> dict[str, Any]:
+    """The array of a tensor whose pieces are all as `piece` is."""
+    inner = [_BYTES, *([_ZSTD] if codec == "zstd" else []), _CRC]
+    sharded = {
+        "chunk_shape": list(piece.block),
+        "codecs": inner,
+        "index_codecs": [_BYTES, _CRC],
+        "index_location": "end",
+    }
+    codecs: list[dict[str, Any]] = (
+        inner if len(piece.blocks) == 1 else [{"name": "sharding_indexed", "configuration": sharded}]
+    )
+    return _described(entry.shape, entry.dtype, piece.box.shape, codecs)
+
+
+def _bundle(path: str, manifest: Manifest) -> dict[str, Any]:
+    """The array of a file of many pieces."""
+    dtype, size = path.rsplit(".", 1)[1], manifest.files[f"{path}/c.0"].size
+    # Compressed pieces are bytes to Zarr, which has one way of compressing a whole array only.
+    declared, length = (dtype, size // item_bytes(dtype)) if manifest.codec == "raw" else ("uint8", size)
+    attributes = {"dtype": dtype, "codec": manifest.codec, "tensors": []}
+    return _described((length,), declared, (length,), [_BYTES]) | {"attributes": attributes}
+
+
+def _place(entry: Entry, piece: Piece, codec: Codec) -> dict[str, Any]:
+    """Where a piece lies in such an array: its first element or, compressed, its first byte."""
+    at = piece.blocks[0].offset
+    return {
+        "name": entry.name,
+        "at": at // item_bytes(entry.dtype) if codec == "raw" else at,
+        "offset": list(piece.box.offset),
+        "shape": list(piece.box.shape),
+    }

@@ -70,10 +70,16 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """A checkpoint every `interval` steps (and at the end); the newest `keep` are kept."""
+    """A checkpoint every `interval` steps (and at the end); the newest `keep` are kept.
+
+    store: what its files are besides the zoo's own: Zarr arrays, or a folder of torch.distributed.checkpoint. codec: `zstd` makes
+    them smaller and slower to write, in Zarr only.
+    """
 
     interval: int = 100
     keep: int = 2
+    store: Literal["zarr", "torch_dist"] = "zarr"
+    codec: Literal["raw", "zstd"] = "raw"
 
 
 @dataclass(frozen=True, kw_only=True)

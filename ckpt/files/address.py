@@ -1,0 +1,26 @@
+"""From what a user writes to the place that is meant: a folder, or a prefix of an object store by its URL."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from ckpt.files.local import LocalFiles
+from ckpt.files.protocol import Address, Files
+
+_URL = re.compile(r"[a-z][a-z0-9+.-]*://")
+
+
+def is_remote(address: Address) -> bool:
+    """Whether an address is an object store's."""
+    return isinstance(address, str) and _URL.match(address) is not None
+
+
+def open_files(address: Address) -> Files:
+    """The files at an address, which need not exist yet. Raises RequestError for a URL that nothing here can open."""
+    if is_remote(address):
+        # tensorstore takes its time to load, which folders need not pay for.
+        from ckpt.files.remote import RemoteFiles
+
+        return RemoteFiles(str(address))
+    return LocalFiles(Path(address))

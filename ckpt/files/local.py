@@ -1,0 +1,134 @@
+"""A folder of the file system, read and written without any copy between the disk cache and the tensors."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from ckpt.files.protocol import Buffer
+
+# The most buffers that one system call takes (IOV_MAX of Linux).
+MOST_BUFFERS = 1024
+
+
+class LocalFiles:
+    """Files below `root`. Folders are made as files need them."""
+
+    # More readers than cores hide the disk's latency; what they read waits in nobody's memory but its target's.
+    reads_at_once = 4
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    @property
+    def address(self) -> str:
+        """The folder."""
+        return str(self.root)
+
+    def read(self, path: str) -> bytes:
+        """A whole file. Raises FileNotFoundError where there is none."""
+        return (self.root / path).read_bytes()
+
+    def read_into(self, path: str, offset: int, buffers: Sequence[np.ndarray]) -> None:
+        """Fill uint8 arrays from byte `offset` on, straight from the disk cache. A file that ends before is an OSError."""
+        full = self.root / path
+        handle = os.open(full, os.O_RDONLY)
+        try:
+            for start in range(0, len(buffers), MOST_BUFFERS):
+                offset += _read_all(handle, offset, buffers[start : start + MOST_BUFFERS], full)
+        finally:
+            os.close(handle)
+
+    def write(self, path: str, buffers: Iterable[Buffer]) -> int:
+        """Make a file of the buffers and push it to the disk; its bytes."""
+        full = self.root / path
+        full.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(full, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        size = 0
+        try:
+            for some in _grouped(buffers):
+                size += _write_all(handle, some)
+            os.fsync(handle)
+        except OSError as error:
+            error.filename = str(full)
+            raise
+        finally:
+            os.close(handle)
+        return size
+
+    def sizes(self) -> dict[str, int]:
+        """The bytes of every file, by path."""
+        return dict(_sizes(self.root, ""))
+
+    def free_bytes(self) -> int | None:
+        """What the file system has left."""
+        return shutil.disk_usage(self.root).free
+
+
+def _sizes(folder: Path, prefix: str) -> Iterator[tuple[str, int]]:
+    try:
+        entries = list(os.scandir(folder))
+    except FileNotFoundError:
+        return
+    for entry in entries:
+        if entry.is_dir():
+            yield from _sizes(Path(entry.path), f"{prefix}{entry.name}/")
+        else:
+            yield f"{prefix}{entry.name}", entry.stat().st_size
+
+
+def _grouped(buffers: Iterable[Buffer]) -> Iterator[list[Buffer]]:
+    """The buffers in groups for one system call each: small ones together, about 16 MiB at a time."""
+    group: list[Buffer] = []
+    size = 0
+    for buffer in buffers:
+        group.append(buffer)
+        size += len(buffer)
+        if size >= 16 << 20 or len(group) == MOST_BUFFERS:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _write_all(handle: int, buffers: list[Buffer]) -> int:
+    """Write all buffers at the end; a system call may take only a part of them."""
+    left = [_view(buffer) for buffer in buffers if len(buffer)]
+    total = 0
+    while left:
+        done = os.writev(handle, left)
+        total += done
+        left = _after(left, done)
+    return total
+
+
+def _read_all(handle: int, offset: int, buffers: Sequence[np.ndarray], path: Path) -> int:
+    left = [_view(buffer) for buffer in buffers if len(buffer)]
+    total = 0
+    while left:
+        done = os.preadv(handle, left, offset + total)
+        if done == 0:
+            raise OSError(
+                errno.EIO, f"ends after {offset + total} bytes, in the middle of what it should hold", str(path)
+            )
+        total += done
+        left = _after(left, done)
+    return total
+
+
+def _view(buffer: Buffer) -> memoryview:
+    return buffer.data if isinstance(buffer, np.ndarray) else memoryview(buffer)
+
+
+def _after(buffers: list[memoryview], done: int) -> list[memoryview]:
+    """What is left of the buffers when `done` bytes of them are through."""
+    for number, buffer in enumerate(buffers):
+        if done < len(buffer):
+            return [buffer[done:], *buffers[number + 1 :]]
+        done -= len(buffer)
+    return []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from core.config.architecture import ModelConfig
 from core.state.rules import Derived, Part, Rule, Share, plain
 
@@ -39,7 +41,7 @@ def grouped_query(ours: str, theirs: str) -> tuple[Rule, ...]:
         "query_norm": "q_norm",
         "key_norm": "k_norm",
     }
-    return tuple(plain(f"{ours}.attention.{a}.weight", f"{theirs}.self_attn.{b}.weight") for a, b in names.items())
+    return _attention(ours, theirs, names)
 
 
 def latent(ours: str, theirs: str) -> tuple[Rule, ...]:
@@ -54,13 +56,24 @@ def latent(ours: str, theirs: str) -> tuple[Rule, ...]:
         "latent_up": "kv_b_proj",
         "output": "o_proj",
     }
-    return tuple(plain(f"{ours}.attention.{a}.weight", f"{theirs}.self_attn.{b}.weight") for a, b in names.items())
+    return _attention(ours, theirs, names)
+
+
+def _attention(ours: str, theirs: str, names: Mapping[str, str]) -> tuple[Rule, ...]:
+    """Every matrix of an attention under its own name; its norms are none."""
+    return tuple(
+        plain(f"{ours}.attention.{a}.weight", f"{theirs}.self_attn.{b}.weight", float8=not a.endswith("norm"))
+        for a, b in names.items()
+    )
 
 
 def swiglu(ours: str, theirs: str) -> tuple[Rule, ...]:
     """One SwiGLU MLP: gate and up are the two halves of our pair."""
     pair = (Part(name=f"{theirs}.gate_proj.weight", at=(0,)), Part(name=f"{theirs}.up_proj.weight", at=(1,)))
-    return Rule(name=f"{ours}.gate_up", forms=(pair,)), plain(f"{ours}.down", f"{theirs}.down_proj.weight")
+    return (
+        Rule(name=f"{ours}.gate_up", forms=(pair,), float8=True),
+        plain(f"{ours}.down", f"{theirs}.down_proj.weight", float8=True),
+    )
 
 
 def experts(ours: str, theirs: str, *, fused: str, names: tuple[str, str, str]) -> tuple[Rule, ...]:
@@ -72,9 +85,10 @@ def experts(ours: str, theirs: str, *, fused: str, names: tuple[str, str, str]) 
         Part(name=f"{fused}.gate_up_proj", at=(None, half), share=Share(dimension=1, index=half, count=2))
         for half in (0, 1)
     )
+    alone, together = (Part(name=down, at=("expert",)),), (Part(name=f"{fused}.down_proj"),)
     return (
-        Rule(name=f"{ours}.gate_up", forms=(pair, halves)),
-        Rule(name=f"{ours}.down", forms=((Part(name=down, at=("expert",)),), (Part(name=f"{fused}.down_proj"),))),
+        Rule(name=f"{ours}.gate_up", forms=(pair, halves), float8=True),
+        Rule(name=f"{ours}.down", forms=(alone, together), float8=True),
     )
 
 

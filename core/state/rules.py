@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
-from core.state.box import Box, whole
+from core.state.box import Box, intersect, whole
 
 Shape = tuple[int, ...]
 Numbers = Mapping[str, int]
@@ -39,11 +39,16 @@ class Part:
     at: for the leading dimensions of ours, the index that the part fills: a number; the name of a number that stands in
     `name` in braces, which then counts that dimension; or None where the dimension is the published tensor's own, as every
     dimension after `at` is. share: which piece of the published tensor it is, where that tensor holds several parts.
+    transposed: the published tensor has our last two dimensions in the other order. halves: its first dimension holds heads of so
+    many rows, and of each head the rows of our two halves in turn (0, halves/2, 1, …), as files of llama.cpp have the rotated rows
+    of queries and keys.
     """
 
     name: str
     at: tuple[int | str | None, ...] = ()
     share: Share | None = None
+    transposed: bool = False
+    halves: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +56,14 @@ class Rule:
     """Canonical tensors called `name`, and the published `forms` that hold them.
 
     copies: published names that may hold the same tensor again. They are compared when read, and written only where the
-    folder that was read had them.
+    folder that was read had them. float8: whether a folder whose weights are float8 holds these in scaled blocks (ckpt/float8.py):
+    the matrices of linear layers, but none that chooses (router, embedding, head) or that is no matrix.
     """
 
     name: str
     forms: tuple[tuple[Part, ...], ...]
     copies: tuple[str, ...] = ()
+    float8: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,12 +75,17 @@ class Derived:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """`box` of the published tensor `name` of `shape` holds, element by element in order, the `target` box of ours."""
+    """`box` of the published tensor `name` of `shape` holds the `target` box of ours.
+
+    own: which dimension of ours each published dimension is; the others have one element in `target`. Without a transposition it
+    ascends, and the elements come in the same order.
+    """
 
     name: str
     shape: Shape
     box: Box
     target: Box
+    own: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,9 +114,9 @@ class Choice:
     faults: Faults
 
 
-def plain(name: str, published: str, *, copies: tuple[str, ...] = ()) -> Rule:
+def plain(name: str, published: str, *, copies: tuple[str, ...] = (), float8: bool = False) -> Rule:
     """A rule for a tensor that is published as it is."""
-    return Rule(name=name, forms=((Part(name=published),),), copies=copies)
+    return Rule(name=name, forms=((Part(name=published),),), copies=copies, float8=float8)
 
 
 def numbers_in(pattern: str, name: str) -> dict[str, int] | None:
@@ -169,10 +181,24 @@ def _form_found(rule: Rule, numbers: Numbers, shape: Shape, found: Mapping[str, 
     return rule.forms[there.index(max(there))]
 
 
+def narrow(piece: Piece, box: Box) -> Piece | None:
+    """What of a piece lies in `box` of its published tensor, or None where nothing does."""
+    shared = intersect(piece.box, box)
+    if shared is None:
+        return None
+    offset, shape = list(piece.target.offset), list(piece.target.shape)
+    for published, ours in enumerate(piece.own):
+        offset[ours] += shared.offset[published] - piece.box.offset[published]
+        shape[ours] = shared.shape[published]
+    return replace(piece, box=shared, target=Box(offset=tuple(offset), shape=tuple(shape)))
+
+
 def _pieces_of(part: Part, numbers: Numbers, shape: Shape, box: Box) -> Iterator[Piece]:
     """The pieces of one part: one for each value of the numbers that count a dimension of ours."""
     at = (*part.at, *(None for _ in shape[len(part.at) :]))
     own = [d for d, index in enumerate(at) if index is None]
+    if part.transposed:
+        own[-2:] = own[:-3:-1]
     counted = [d for d, index in enumerate(at) if isinstance(index, str)]
     ranges = [range(o, o + s) for o, s in zip(box.offset, box.shape, strict=True)]
     if any(isinstance(index, int) and index not in ranges[d] for d, index in enumerate(at)):
@@ -187,7 +213,20 @@ def _pieces_of(part: Part, numbers: Numbers, shape: Shape, box: Box) -> Iterator
             offset=tuple(fixed.get(d, o) for d, o in enumerate(box.offset)),
             shape=tuple(1 if d in fixed else s for d, s in enumerate(box.shape)),
         )
-        yield Piece(name=part.name.format(**names), shape=published, box=inner, target=target)
+        piece = Piece(name=part.name.format(**names), shape=published, box=inner, target=target, own=tuple(own))
+        yield from (piece,) if part.halves is None else _rows_in_turn(piece, part.halves)
+
+
+def _rows_in_turn(piece: Piece, rows: int) -> Iterator[Piece]:
+    """The piece row by row, each where a published head of `rows` rows has it: the first of each half, the second of each, …"""
+    if piece.shape[0] % rows or rows % 2:
+        raise ValueError(f"{piece.name}: {piece.shape[0]} rows are no heads of two halves of {rows} rows together")
+    for row in range(piece.box.offset[0], piece.box.offset[0] + piece.box.shape[0]):
+        one = narrow(piece, Box(offset=(row, *piece.box.offset[1:]), shape=(1, *piece.box.shape[1:])))
+        if one is not None:
+            half, place = divmod(row % rows, rows // 2)
+            moved = row - row % rows + 2 * place + half
+            yield replace(one, box=Box(offset=(moved, *one.box.offset[1:]), shape=one.box.shape))
 
 
 def _published(share: Share | None, shape: Shape, box: Box) -> tuple[Shape, Box]:

@@ -5,18 +5,23 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-from ckpt.folders import only_saver, open_partial
-from ckpt.load import read_into
+import ckpt.blocks
+import ckpt.plan
+import ckpt.store.zarr
+from ckpt.files.address import open_files
+from ckpt.files.protocol import Address
 from ckpt.manifest import read_manifest
-from ckpt.plan import plan_save
-from ckpt.save import commit, describe, write_share
-from ckpt.store.zarr import ZarrStore
+from ckpt.plan import PIECE_BYTES, plan_save
+from ckpt.read import read_into
+from ckpt.save import Planned, Saving, commit, describe, write_share
+from ckpt.shelf.address import open_shelf
+from ckpt.store.find import find_store
 from core.state.box import Box
 from core.state.sharded import ShardedTensor
 
@@ -73,22 +78,42 @@ def target_like(rank: Rank) -> Rank:
     ]
 
 
-def save_as_ranks(run: Path, step: int, ranks: list[Rank], extra: Mapping[str, Any] | None = None) -> Path:
+def planned_as_ranks(ranks: list[Rank], saving: Saving, piece_bytes: int = PIECE_BYTES) -> Planned:
+    """What ranks that hold these tensors agree on."""
+    plan = plan_save([describe(rank) for rank in ranks], piece_bytes)
+    store = find_store(saving.store)
+    return Planned(plan=plan, files=store.lay_out(plan), store=store, codec=saving.codec)
+
+
+def save_as_ranks(
+    run: Address,
+    step: int,
+    ranks: list[Rank],
+    extra: Mapping[str, Any] | None = None,
+    saving: Saving = Saving(),
+    piece_bytes: int = PIECE_BYTES,
+) -> str:
     """What `save` does, with the ranks one after the other in this process."""
-    store = ZarrStore()
-    plan = plan_save([describe(rank) for rank in ranks])
-    with only_saver(run):
-        partial = open_partial(run, step)
-        store.begin(partial, [write.array for write in plan.writes])
-        pieces = [write_share(partial, plan, tuple(tensors), rank, store) for rank, tensors in enumerate(ranks)]
-        return commit(run, step, partial, plan, pieces, extra or {}, store)
+    planned, shelf = planned_as_ranks(ranks, saving, piece_bytes), open_shelf(run)
+    with shelf.only_saver():
+        partial = shelf.begin(step)
+        written = [write_share(partial, planned, tuple(tensors), rank) for rank, tensors in enumerate(ranks)]
+        return commit(shelf, step, partial, planned, written, extra or {})
 
 
-def assert_loads(folder: Path, ranks: list[Rank], truth: Mapping[str, Tensor]) -> None:
+def assert_loads(checkpoint: Address, ranks: list[Rank], truth: Mapping[str, Tensor]) -> None:
     """Each rank reads its own pieces into poisoned memory and holds exactly the bits of the global tensors."""
-    manifest = read_manifest(folder)
+    files = open_files(checkpoint)
+    manifest = read_manifest(files)
     for rank in ranks:
         targets = target_like(rank)
-        read_into(folder, manifest, targets)
+        read_into(files, manifest, targets)
         for target in targets:
             assert bits(target.data) == bits(truth[target.name][target.box.slices]), f"{target.name} {target.box}"
+
+
+def make_small(monkeypatch: pytest.MonkeyPatch, block_bytes: int, own_file_bytes: int, share_bytes: int) -> None:
+    """Let tensors of a few hundred bytes be laid out as large ones are: many blocks, files of their own, shared writing."""
+    monkeypatch.setattr(ckpt.blocks, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(ckpt.store.zarr, "SMALL_BYTES", own_file_bytes)
+    monkeypatch.setattr(ckpt.plan, "LEAST_SHARE_BYTES", share_bytes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -175,14 +175,21 @@ def _box_from_json(value: Any) -> Box:
     return Box(offset=tuple(value[0]), shape=tuple(value[1]))
 
 
+def piece_to_json(piece: Piece, number: Mapping[str, int]) -> list[Any]:
+    """A piece with its files by number: a large checkpoint has millions of blocks."""
+    blocks = [[number[block.file], block.offset, block.size, block.crc32c] for block in piece.blocks]
+    return [*_box_to_json(piece.box), piece.rank, list(piece.block), blocks]
+
+
+def piece_from_json(value: Any, paths: Sequence[str]) -> Piece:
+    """The piece that `piece_to_json` wrote."""
+    offset, shape, rank, block, blocks = value
+    found = tuple(Block(file=paths[n], offset=at, size=size, crc32c=crc) for n, at, size, crc in blocks)
+    return Piece(box=_box_from_json((offset, shape)), rank=rank, block=tuple(block), blocks=found)
+
+
 def _manifest_to_json(manifest: Manifest) -> dict[str, Any]:
-    """Files are named by number in blocks, of which a large checkpoint has millions."""
     number = {path: i for i, path in enumerate(manifest.files)}
-
-    def piece_to_json(piece: Piece) -> list[Any]:
-        blocks = [[number[block.file], block.offset, block.size, block.crc32c] for block in piece.blocks]
-        return [*_box_to_json(piece.box), piece.rank, list(piece.block), blocks]
-
     return {
         "step": manifest.step,
         "sequence": manifest.sequence,
@@ -190,7 +197,12 @@ def _manifest_to_json(manifest: Manifest) -> dict[str, Any]:
         "codec": manifest.codec,
         "files": [[path, file.size, file.crc32c] for path, file in manifest.files.items()],
         "entries": [
-            {"name": e.name, "shape": list(e.shape), "dtype": e.dtype, "pieces": [piece_to_json(p) for p in e.pieces]}
+            {
+                "name": e.name,
+                "shape": list(e.shape),
+                "dtype": e.dtype,
+                "pieces": [piece_to_json(p, number) for p in e.pieces],
+            }
             for e in manifest.entries
         ],
         "extra": manifest.extra,
@@ -199,12 +211,6 @@ def _manifest_to_json(manifest: Manifest) -> dict[str, Any]:
 
 def _manifest_from_json(content: Any) -> Manifest:
     paths = [path for path, _, _ in content["files"]]
-
-    def piece_from_json(value: Any) -> Piece:
-        offset, shape, rank, block, blocks = value
-        found = tuple(Block(file=paths[n], offset=at, size=size, crc32c=crc) for n, at, size, crc in blocks)
-        return Piece(box=_box_from_json((offset, shape)), rank=rank, block=tuple(block), blocks=found)
-
     return Manifest(
         step=content["step"],
         sequence=content["sequence"],
@@ -216,7 +222,7 @@ def _manifest_from_json(content: Any) -> Manifest:
                 name=e["name"],
                 shape=tuple(e["shape"]),
                 dtype=e["dtype"],
-                pieces=tuple(map(piece_from_json, e["pieces"])),
+                pieces=tuple(piece_from_json(piece, paths) for piece in e["pieces"]),
             )
             for e in content["entries"]
         ),

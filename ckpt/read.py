@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
@@ -22,7 +22,7 @@ from core.state.sharded import ShardedTensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Read:
+class BlockRead:
     """The part `shared` (in the tensor's coordinates) of the block `block`, which is `box`, that goes into `target`."""
 
     target: ShardedTensor
@@ -43,28 +43,37 @@ def read_into(files: Files, manifest: Manifest, tensors: Iterable[ShardedTensor]
     fill(files, manifest, plan_reads(files, manifest, tuple(tensors)))
 
 
-def fill(files: Files, manifest: Manifest, reads: Sequence[_Read]) -> None:
+def fill(files: Files, manifest: Manifest, reads: Sequence[BlockRead]) -> None:
     """Carry out what was planned."""
     with ThreadPoolExecutor(files.reads_at_once) as pool:
         for _ in _at_most(pool, files, manifest.codec, reads, 4 * files.reads_at_once):
             pass
 
 
-def plan_reads(files: Files, manifest: Manifest, tensors: Sequence[ShardedTensor]) -> list[_Read]:
+def plan_reads(files: Files, manifest: Manifest, tensors: Sequence[ShardedTensor]) -> list[BlockRead]:
     """The reads that fill `tensors`, proved to. Raises CheckpointError, naming all, if files of theirs are missing or cut short."""
     entries = {entry.name: entry for entry in manifest.entries}
-    reads = [read for tensor in tensors for read in _reads(files.address, tensor, entries[tensor.name])]
+    reads = [read for tensor in tensors for read in reads_of(files.address, tensor, entries[tensor.name])]
     wrong = file_faults(files, manifest)
-    if wrong:
-        hit: dict[str, set[str]] = {}
-        for read in reads:
-            if read.block.file in wrong:
-                hit.setdefault(read.block.file, set()).add(read.entry.name)
-        if hit:
-            head = f"{files.address}: this checkpoint is damaged; use another one of the same run. Files at fault:"
-            lines = [f"  {wrong[path]}, which holds {some(sorted(names))}" for path, names in sorted(hit.items())]
-            raise CheckpointError("\n".join([head, *lines]))
+    needed = {read.block.file for read in reads}
+    hit = {path: fault for path, fault in wrong.items() if path in needed}
+    if hit:
+        raise CheckpointError(damaged(files, manifest, hit))
     return reads
+
+
+def damaged(files: Files, manifest: Manifest, wrong: Mapping[str, str]) -> str:
+    """The message for files that are not what they were, as `file_faults` has them: with the tensors that each holds."""
+    holds: dict[str, set[str]] = {path: set() for path in wrong}
+    for entry in manifest.entries:
+        for block in (block for piece in entry.pieces for block in piece.blocks):
+            if block.file in wrong:
+                holds[block.file].add(entry.name)
+    head = f"{files.address}: this checkpoint is damaged; use another one of the same run. Files at fault:"
+    lines = [
+        f"  {wrong[path]}" + (f", which holds {some(sorted(n))}" if n else "") for path, n in sorted(holds.items())
+    ]
+    return "\n".join([head, *lines])
 
 
 def read_block(files: Files, codec: Codec, dtype: str, block: Block, box: Box) -> np.ndarray:
@@ -82,17 +91,17 @@ def some(names: Sequence[str], most: int = 3) -> str:
 
 
 def _at_most(
-    pool: ThreadPoolExecutor, files: Files, codec: Codec, reads: Iterable[_Read], ahead: int
+    pool: ThreadPoolExecutor, files: Files, codec: Codec, reads: Iterable[BlockRead], ahead: int
 ) -> Iterator[None]:
     """Carry out reads on the pool, no more than `ahead` of them waiting; the first failure is raised when nothing runs any more."""
     todo = iter(reads)
-    waiting = [pool.submit(_carry_out, files, codec, read) for read in islice(todo, ahead)]
+    waiting = [pool.submit(carry_out, files, codec, read) for read in islice(todo, ahead)]
     while waiting:
         yield waiting.pop(0).result()
-        waiting += [pool.submit(_carry_out, files, codec, read) for read in islice(todo, 1)]
+        waiting += [pool.submit(carry_out, files, codec, read) for read in islice(todo, 1)]
 
 
-def _reads(where: str, target: ShardedTensor, entry: Entry) -> Iterator[_Read]:
+def reads_of(where: str, target: ShardedTensor, entry: Entry) -> Iterator[BlockRead]:
     """What fills `target`, proved to hold each of its elements exactly once."""
     met = [(piece, shared) for piece in entry.pieces if (shared := intersect(piece.box, target.box))]
     fault = tiling_fault(target.box, [shared for _, shared in met])
@@ -102,11 +111,12 @@ def _reads(where: str, target: ShardedTensor, entry: Entry) -> Iterator[_Read]:
         for box, block in zip(block_boxes(piece.box, piece.block), piece.blocks, strict=True):
             shared = intersect(box, wanted)
             if shared:
-                yield _Read(target=target, entry=entry, rank=piece.rank, block=block, box=box, shared=shared)
+                yield BlockRead(target=target, entry=entry, rank=piece.rank, block=block, box=box, shared=shared)
 
 
 @torch.no_grad()
-def _carry_out(files: Files, codec: Codec, read: _Read) -> None:
+def carry_out(files: Files, codec: Codec, read: BlockRead) -> None:
+    """Read one block, check it, and copy what is wanted of it. Raises CheckpointError, naming it, where it is not what was written."""
     try:
         here = read.target.data[shifted(read.shared, read.target.box.offset).slices]
         if codec == "raw" and _holds_as_stored(here, read):
@@ -125,7 +135,7 @@ def _carry_out(files: Files, codec: Codec, read: _Read) -> None:
         ) from error
 
 
-def _holds_as_stored(here: Tensor, read: _Read) -> bool:
+def _holds_as_stored(here: Tensor, read: BlockRead) -> bool:
     """Whether the whole block may go straight into the target's memory."""
     return (
         read.shared == read.box

@@ -148,9 +148,15 @@ def commit(
 
 
 def finish(
-    partial: str, step: int, sequence: int, planned: Planned, written: list[Written], extra: Mapping[str, Any]
+    partial: str,
+    step: int,
+    sequence: int,
+    planned: Planned,
+    written: list[Written],
+    extra: Mapping[str, Any],
+    assets: Mapping[str, bytes] | None = None,
 ) -> Manifest:
-    """Write what other programs need beside the data; the manifest of it all, which is not written yet."""
+    """Write what other programs need beside the data, and the `assets`; the manifest of it all, which is not written yet."""
     manifest = Manifest(
         step=step,
         sequence=sequence,
@@ -160,7 +166,7 @@ def finish(
         entries=entries_of(planned.plan, written),
         extra=extra,
     )
-    described = planned.store.describe(manifest)
+    described = {**planned.store.describe(manifest), **(assets or {})}
     files = open_files(partial)
     for path, content in described.items():
         files.write(path, [content])

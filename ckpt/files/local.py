@@ -65,9 +65,18 @@ class LocalFiles:
         """The bytes of every file, by path."""
         return dict(_sizes(self.root, ""))
 
+    def remove(self, path: str) -> None:
+        """Remove a file, or everything below a folder; nothing, where there is nothing."""
+        full = self.root / path
+        if full.is_dir():
+            shutil.rmtree(full)
+        else:
+            full.unlink(missing_ok=True)
+
     def free_bytes(self) -> int | None:
-        """What the file system has left."""
-        return shutil.disk_usage(self.root).free
+        """What the file system has left, also for a folder that is still to be made."""
+        there = next(folder for folder in (self.root, *self.root.absolute().parents) if folder.exists())
+        return shutil.disk_usage(there).free
 
 
 def _sizes(folder: Path, prefix: str) -> Iterator[tuple[str, int]]:

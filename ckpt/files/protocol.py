@@ -44,6 +44,10 @@ class Files(Protocol):
         """The bytes of every file, by path; empty where there is nothing."""
         ...
 
+    def remove(self, path: str) -> None:
+        """Remove a file, or everything below a folder; nothing, where there is nothing. The path '' is everything."""
+        ...
+
     def free_bytes(self) -> int | None:
         """What may still be written; None where nobody can say."""
         ...

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from ckpt.blocks import crc32c, encode
 from ckpt.files.protocol import Buffer
-from ckpt.manifest import Block, Codec, Entry, File, Manifest, Piece
+from ckpt.manifest import Block, Codec, Entry, File, Manifest, Piece, piece_from_json, piece_to_json
 from ckpt.plan import Plan, Write
 from core.state.box import Box
 
@@ -70,6 +70,20 @@ class Tape:
         found = tuple(self.blocks)
         self.blocks.clear()
         return found
+
+
+def written_to_json(written: Written) -> Any:
+    """As JSON values."""
+    file = written.file
+    pieces = [[name, piece_to_json(piece, {written.path: 0})] for name, piece in written.pieces]
+    return [written.path, file.size, file.crc32c, pieces]
+
+
+def written_from_json(value: Any) -> Written:
+    """What `written_to_json` wrote. Raises ValueError, KeyError or TypeError for anything else."""
+    path, size, crc, pieces = value
+    named = tuple((name, piece_from_json(piece, (path,))) for name, piece in pieces)
+    return Written(path=path, file=File(size=size, crc32c=crc), pieces=named)
 
 
 class Store(Protocol):

@@ -154,7 +154,7 @@ def divided(box: Box, parts: int) -> list[Box]:
     if parts <= 1:
         return [box]
     for d, size in enumerate(box.shape):
-        if size == 1 and d + 1 < len(box.shape):
+        if size == 1:
             continue
         count = next((n for n in range(parts, min(2 * parts, size + 1)) if size % n == 0), min(parts, size))
         cuts = [cut(box, d, i, count) for i in range(count)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -32,12 +33,13 @@ class LocalFiles:
 
     def read(self, path: str) -> bytes:
         """A whole file. Raises FileNotFoundError where there is none."""
-        return (self.root / path).read_bytes()
+        with open(self.root / path, "rb", opener=_open_to_read) as file:
+            return file.read()
 
     def read_into(self, path: str, offset: int, buffers: Sequence[np.ndarray]) -> None:
         """Fill uint8 arrays from byte `offset` on, straight from the disk cache. A file that ends before is an OSError."""
         full = self.root / path
-        handle = os.open(full, os.O_RDONLY)
+        handle = _open_to_read(full)
         try:
             for start in range(0, len(buffers), MOST_BUFFERS):
                 offset += _read_all(handle, offset, buffers[start : start + MOST_BUFFERS], full)
@@ -82,13 +84,20 @@ class LocalFiles:
 def _sizes(folder: Path, prefix: str) -> Iterator[tuple[str, int]]:
     try:
         entries = list(os.scandir(folder))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return
     for entry in entries:
         if entry.is_dir():
             yield from _sizes(Path(entry.path), f"{prefix}{entry.name}/")
-        else:
+            continue
+        # A link to nothing is no file; neither is what another process has removed meanwhile.
+        with contextlib.suppress(FileNotFoundError):
             yield f"{prefix}{entry.name}", entry.stat().st_size
+
+
+def _open_to_read(path: str | Path, flags: int = os.O_RDONLY) -> int:
+    """A handle. Without O_NONBLOCK, opening a pipe that lies in a file's place would wait for ever."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _grouped(buffers: Iterable[Buffer]) -> Iterator[list[Buffer]]:

@@ -108,7 +108,8 @@ def met_blocks(manifest: Manifest, targets: Sequence[ShardedTensor]) -> set[tupl
             shared = intersect(piece.box, target.box)
             if shared:
                 inside = tuple(
-                    slice(o - p, o - p + s) for o, p, s in zip(shared.offset, piece.box.offset, shared.shape, strict=True)
+                    slice(o - p, o - p + s)
+                    for o, p, s in zip(shared.offset, piece.box.offset, shared.shape, strict=True)
                 )
                 blocks = [piece.blocks[number] for number in np.unique(numbers[inside])]
                 found |= {(block.file, block.offset, block.size) for block in blocks}

@@ -26,6 +26,7 @@ from core.state.box import Box
 from core.state.sharded import ShardedTensor
 
 Rank = list[ShardedTensor]
+ZARR = Saving()
 
 
 def random_bits(name: str, shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -90,7 +91,7 @@ def save_as_ranks(
     step: int,
     ranks: list[Rank],
     extra: Mapping[str, Any] | None = None,
-    saving: Saving = Saving(),
+    saving: Saving = ZARR,
     piece_bytes: int = PIECE_BYTES,
 ) -> str:
     """What `save` does, with the ranks one after the other in this process."""

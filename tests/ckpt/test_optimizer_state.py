@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from ckpt.files.local import LocalFiles
 from ckpt.load import load
 from ckpt.manifest import read_manifest
-from ckpt.save import save
+from ckpt.save import Saving, save
 from core.config.mapping import ParallelConfig
 from core.config.run import OptimizerConfig
 from core.optim.chained import ChainedOptimizer
@@ -52,18 +53,18 @@ def told(tensors: list[ShardedTensor]) -> list[Piece]:
     return [(t.name, t.shape, t.box, t.data.clone()) for t in tensors]
 
 
-def _save(rank: int, world: int, run: Path, parallel: ParallelConfig) -> tuple[Path, list[Piece], list[Piece]]:
+def _save(rank: int, world: int, run: Path, parallel: ParallelConfig) -> tuple[str, list[Piece], list[Piece]]:
     """Two steps, a checkpoint, and one more step: the folder, the state at the checkpoint, and at the end."""
     model, optimizer, groups = start(parallel)
     for step in range(2):
         train(model, optimizer, groups, step)
-    folder = save(run, 2, everything(model, optimizer, groups), {}, groups.world, keep=1)
+    folder = save(run, 2, everything(model, optimizer, groups), {}, groups.world, Saving(keep=1))
     saved = told(everything(model, optimizer, groups))
     train(model, optimizer, groups, 2)
     return folder, saved, told(everything(model, optimizer, groups))
 
 
-def _load(rank: int, world: int, folder: Path, parallel: ParallelConfig) -> tuple[list[Piece], list[Piece]]:
+def _load(rank: int, world: int, folder: str, parallel: ParallelConfig) -> tuple[list[Piece], list[Piece]]:
     """What a fresh optimizer, with other numbers in it, holds after loading, and after one more step."""
     model, optimizer, groups = start(parallel)
     train(model, optimizer, groups, 7)
@@ -93,7 +94,9 @@ def test_state_is_the_same_in_every_world_and_goes_on_bit_by_bit(
 
 def test_both_ranks_wrote_and_each_element_of_the_state_once(ranks: Ranks, tmp_path: Path) -> None:
     written = ranks.run(_save, 2, tmp_path, ParallelConfig())
-    entries = [entry for entry in read_manifest(written[0][0]).entries if entry.name.startswith("optimizer.")]
+    entries = [
+        entry for entry in read_manifest(LocalFiles(Path(written[0][0]))).entries if entry.name.startswith("optimizer.")
+    ]
     writers = {piece.rank for entry in entries for piece in entry.pieces}
     assert writers == {0, 1}
     for entry in entries:

@@ -1,4 +1,4 @@
-"""Who writes what: refusals before anything is written, no chunk shared, bytes spread."""
+"""Who writes what: refusals before anything is written, no file shared, bytes spread."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.plan import Held, plan_save
+import ckpt.plan
+from ckpt.plan import Held, divided, plan_save
 from ckpt.save import describe
 from ckpt.store.zarr import ZarrStore
 from core.errors import CheckpointError
-from core.state.box import Box, part, shifted, stretch, tiling_fault, whole
-from tests.ckpt.pieces import cut
+from core.state.box import Box, intersect, part, stretch, tiling_fault, whole
+from tests.ckpt.pieces import cut, make_small
 from tests.core.state.test_box import split
 
 
@@ -71,32 +72,81 @@ def test_a_type_that_cannot_be_stored_is_refused_by_name() -> None:
     assert "w: dtype complex64 cannot be stored" in refusal([[held("w", (1,), whole((1,)), dtype="complex64")]])
 
 
-@given(st.data(), st.lists(st.integers(0, 9), max_size=4).map(tuple))
-def test_each_piece_is_written_once_and_no_two_writers_touch_one_file(
-    data: st.DataObject, shape: tuple[int, ...]
+@given(
+    st.data(), st.lists(st.integers(0, 9), max_size=4).map(tuple), st.integers(1, 3), st.sampled_from([1, 9, 64, 400])
+)
+def test_each_element_is_written_once_by_a_rank_that_holds_it_and_each_file_by_one_rank(
+    data: st.DataObject, shape: tuple[int, ...], copies: int, piece_bytes: int
 ) -> None:
     boxes = split(whole(shape), data.draw)
-    ranks = [[held("w", shape, box)] for box in boxes]
-    plan = plan_save(ranks)
+    ranks: list[list[Held]] = [[] for _ in range(len(boxes) + copies - 1)]
+    for first, box in enumerate(boxes):
+        for copy in range(copies):
+            ranks[first + copy].append(held("w", shape, box, copy, copies))
+    with pytest.MonkeyPatch.context() as patch:
+        make_small(patch, block_bytes=32, own_file_bytes=16, share_bytes=8)
+        plan = plan_save(ranks, piece_bytes)
+        files = ZarrStore().lay_out(plan)
     assert tiling_fault(whole(shape), [write.box for write in plan.writes]) is None
-    files = [
-        file
-        for write in plan.writes
-        for file in ZarrStore().files(write.array, shifted(write.box, write.array_box.offset), write.first)
-    ]
-    assert len(files) == len(set(files)) <= 3 * len(boxes)
-    assert plan.bytes <= 1.25 * 4 * whole(shape).elements
+    for write in plan.writes:
+        assert any(intersect(piece.box, write.box) == write.box for piece in ranks[write.rank])
+    assert sorted(plan.writes, key=repr) == sorted((write for file in files for write in file.writes), key=repr)
+    assert len({file.path for file in files}) == len(files)
+    assert all(write.rank == file.rank for file in files for write in file.writes)
+    assert plan.bytes == 4 * whole(shape).elements
 
 
-def test_uneven_rows_share_one_array_and_ragged_pieces_get_one_each() -> None:
-    # 10 rows over 4 ranks as 3, 3, 3, 1: a grid of 3 separates them.
-    rows = [Box(offset=(3 * i, 0), shape=(min(3, 10 - 3 * i), 7)) for i in range(4)]
-    even = plan_save([[held("w", (10, 7), box)] for box in rows])
-    assert {(write.array.path, write.array.chunk) for write in even.writes} == {("tensors/w", (3, 7))}
+def test_pieces_of_one_grid_get_files_of_one_array_and_others_lie_one_behind_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make_small(monkeypatch, block_bytes=64, own_file_bytes=16, share_bytes=1 << 20)
+
+    def paths(boxes: list[Box]) -> list[str]:
+        return [file.path for file in ZarrStore().lay_out(plan_save([[held("w", (10, 7), box)] for box in boxes]))]
+
+    halves = [part((10, 7), 0, i, 2) for i in range(2)]
+    assert paths(halves) == ["tensors/w/c.0.0", "tensors/w/c.1.0"]
+    # 10 rows over 4 ranks as 3, 3, 3, 1: no grid of equal cells.
+    uneven = [Box(offset=(3 * i, 0), shape=(min(3, 10 - 3 * i), 7)) for i in range(4)]
+    assert paths(uneven) == [f"pieces/{rank:05d}.0.float32/c.0" for rank in range(4)]
     # A flat shard of a matrix: a row's end, whole rows, a row's beginning.
     flat = [Box(offset=(0, 0), shape=(1, 3)), Box(offset=(0, 3), shape=(1, 4)), Box(offset=(1, 0), shape=(9, 7))]
-    ragged = plan_save([[held("w", (10, 7), box)] for box in flat])
-    assert [write.array.path for write in ragged.writes] == ["tensors/w/0", "tensors/w/1", "tensors/w/2"]
+    assert paths(flat) == [f"pieces/{rank:05d}.0.float32/c.0" for rank in range(3)]
+
+
+@given(st.data(), st.lists(st.integers(1, 7), min_size=1, max_size=4).map(tuple), st.integers(1, 30))
+def test_a_divided_box_is_tiled_by_boxes_that_are_contiguous_in_it(
+    data: st.DataObject, shape: tuple[int, ...], parts: int
+) -> None:
+    box = Box(offset=tuple(data.draw(st.integers(0, 5)) for _ in shape), shape=shape)
+    found = divided(box, parts)
+    assert tiling_fault(box, found) is None
+    assert len(found) <= 2 * parts
+    for piece in found:
+        # Row by row: what lies before the first dimension that is not whole has one row.
+        cut_at = next((d for d, size in enumerate(piece.shape) if size > 1), len(shape))
+        assert piece.shape[cut_at + 1 :] == shape[cut_at + 1 :]
+
+
+def test_a_piece_larger_than_a_file_may_be_is_written_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_save([[held("w", (6, 2, 8), whole((6, 2, 8)))]], piece_bytes=130)
+    assert [write.box.shape for write in plan.writes] == [(2, 2, 8)] * 3
+    # One row is the least, and a scalar cannot be divided at all.
+    rows = plan_save([[held("w", (3, 8), whole((3, 8))), held("x", (), whole(()))]], piece_bytes=1)
+    assert [write.box.elements for write in rows.writes][-1:] == [1]
+    assert max(write.box.elements for write in rows.writes) <= 8
+
+
+def test_a_large_piece_that_several_ranks_hold_is_divided_among_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ckpt.plan, "LEAST_SHARE_BYTES", 40)
+    ranks = [
+        [held("w", (12, 5), whole((12, 5)), rank, 4), held("small", (7,), whole((7,)), rank, 4)] for rank in range(4)
+    ]
+    writes = plan_save(ranks).writes
+    load = Counter(write.rank for write in writes if write.name == "w")
+    assert load == {0: 1, 1: 1, 2: 1, 3: 1}
+    assert {write.box.shape for write in writes if write.name == "w"} == {(3, 5)}
+    assert len([write for write in writes if write.name == "small"]) == 1
 
 
 def test_copies_share_the_writing_evenly_by_bytes() -> None:

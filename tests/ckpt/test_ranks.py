@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ckpt.folders import latest
+from ckpt.files.local import LocalFiles
 from ckpt.load import load
 from ckpt.manifest import read_manifest
-from ckpt.save import save
+from ckpt.save import Saving, save
+from ckpt.shelf.address import latest
 from core.config.mapping import ParallelConfig
 from core.errors import CheckpointError
 from core.parallel.groups import Group, groups_for
@@ -46,12 +47,12 @@ def pieces(ep: int, poison: bool) -> tuple[list[ShardedTensor], Group]:
     return held, groups.world
 
 
-def save_under(rank: int, world: int, run: Path, ep: int, step: int) -> Path:
+def save_under(rank: int, world: int, run: Path, ep: int, step: int) -> str:
     tensors, group = pieces(ep, poison=False)
-    return save(run, step, tensors, {"saved_at_ep": ep}, group, keep=2)
+    return save(run, step, tensors, {"saved_at_ep": ep}, group, Saving(keep=2))
 
 
-def load_under(rank: int, world: int, folder: Path, ep: int) -> int:
+def load_under(rank: int, world: int, folder: str, ep: int) -> int:
     tensors, group = pieces(ep, poison=True)
     extra = load(folder, tensors, group)
     for tensor in tensors:
@@ -66,7 +67,7 @@ def save_with_failing_rank(rank: int, world: int, run: Path) -> str:
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, old[1]))
     try:
-        save(run, 2, tensors, {}, group, keep=1)
+        save(run, 2, tensors, {}, group, Saving(keep=1))
     except CheckpointError as error:
         return str(error)
     finally:
@@ -74,7 +75,7 @@ def save_with_failing_rank(rank: int, world: int, run: Path) -> str:
     return "saved"
 
 
-def load_with_one_model_too_small(rank: int, world: int, folder: Path) -> str:
+def load_with_one_model_too_small(rank: int, world: int, folder: str) -> str:
     """Rank 1 lacks one tensor that rank 0 has as well: no fault. Neither has the counter: a fault on both."""
     tensors, group = pieces(1, poison=True)
     tensors = [t for t in tensors if t.name != "optimizer.step" and (rank == 0 or t.name != "model.norm")]
@@ -96,7 +97,9 @@ def test_a_checkpoint_of_four_ranks_loads_on_one_two_and_four(ranks: Ranks, tmp_
 
 def test_copies_are_written_once_and_by_more_than_the_first_rank(ranks: Ranks, tmp_path: Path) -> None:
     folder = ranks.run(save_under, 4, tmp_path, 2, 1)[0]
-    writers = {entry.name: [piece.rank for piece in entry.pieces] for entry in read_manifest(folder).entries}
+    writers = {
+        entry.name: [piece.rank for piece in entry.pieces] for entry in read_manifest(LocalFiles(Path(folder))).entries
+    }
     # Experts 0-5 are on ranks 0 and 2, experts 6-11 on ranks 1 and 3.
     assert [rank % 2 for rank in writers["model.experts"]] == [0, 1]
     assert all(len(writers[name]) == 1 for name in truth() if name != "model.experts")
@@ -122,14 +125,17 @@ def test_what_no_rank_wants_is_unexpected_and_what_one_of_them_wants_is_not(rank
 
 def test_a_damaged_piece_of_one_rank_fails_the_load_of_all(ranks: Ranks, tmp_path: Path) -> None:
     folder = ranks.run(save_under, 2, tmp_path, 2, 1)[0]
-    chunk = folder / "tensors" / "model.experts" / "c.1.0.0.0"
+    # Experts 6-11, which rank 1 alone loads.
+    entry = next(e for e in read_manifest(LocalFiles(Path(folder))).entries if e.name == "model.experts")
+    block = next(piece.blocks[0] for piece in entry.pieces if piece.box.offset[0] == 6)
+    chunk = Path(folder) / block.file
     content = bytearray(chunk.read_bytes())
-    content[0] ^= 4
+    content[block.offset] ^= 4
     chunk.write_bytes(content)
     assert ranks.run(load_failing, 2, folder, 2) == ["rank 1"] * 2
 
 
-def load_failing(rank: int, world: int, folder: Path, ep: int) -> str:
+def load_failing(rank: int, world: int, folder: str, ep: int) -> str:
     tensors, group = pieces(ep, poison=True)
     with pytest.raises(CheckpointError, match=r"model\.experts") as caught:
         load(folder, tensors, group)

@@ -10,14 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from ckpt.folders import latest, steps, survey
 from ckpt.manifest import MANIFEST
-from ckpt.save import save
+from ckpt.save import Saving, save
+from ckpt.shelf.address import latest, open_shelf, steps
 from core.parallel.groups import one_rank
 from core.state.box import whole
 from tests.ckpt.pieces import assert_loads, piece
 
 ALONE = one_rank().world
+DATA = "pieces/00000.0.float32/c.0"
 
 
 def truth(step: int) -> dict[str, Tensor]:
@@ -25,10 +26,10 @@ def truth(step: int) -> dict[str, Tensor]:
 
 
 def write(run: Path, step: int, keep: int = 9) -> Path:
-    return save(run, step, [piece("w", truth(step)["w"], whole((3, 5)))], {}, ALONE, keep)
+    return Path(save(run, step, [piece("w", truth(step)["w"], whole((3, 5)))], {}, ALONE, Saving(keep=keep)))
 
 
-def assert_is(folder: Path | None, step: int) -> None:
+def assert_is(folder: str | Path | None, step: int) -> None:
     assert folder is not None
     assert_loads(folder, [[piece("w", truth(step)["w"], whole((3, 5)))]], truth(step))
 
@@ -52,7 +53,7 @@ def test_a_partial_folder_is_skipped_said_and_removed_by_the_next_save(
 def test_killed_between_the_two_renames_of_a_replacement_the_older_save_still_counts(tmp_path: Path) -> None:
     write(tmp_path, 1)
     aside = write(tmp_path, 2).rename(tmp_path / "checkpoints/step_00000002.00ab.replaced")
-    assert latest(tmp_path) == aside and steps(tmp_path) == (1, 2)
+    assert latest(tmp_path) == str(aside) and steps(tmp_path) == (1, 2)
     assert_is(aside, 2)
     write(tmp_path, 3)
     assert names(tmp_path) == ["step_00000001", "step_00000002", "step_00000003"]
@@ -62,9 +63,9 @@ def test_killed_between_the_two_renames_of_a_replacement_the_older_save_still_co
 def test_killed_while_the_replaced_one_was_removed_the_new_one_counts(tmp_path: Path) -> None:
     half_removed = tmp_path / "checkpoints/step_00000002.00ab.replaced"
     shutil.copytree(write(tmp_path, 2), half_removed)
-    (half_removed / "tensors/w/c.0.0").unlink()
-    assert latest(tmp_path) == tmp_path / "checkpoints/step_00000002"
-    assert survey(tmp_path).incomplete == ()
+    (half_removed / DATA).unlink()
+    assert latest(tmp_path) == str(tmp_path / "checkpoints/step_00000002")
+    assert open_shelf(tmp_path).survey().incomplete == ()
     write(tmp_path, 3)
     assert names(tmp_path) == ["step_00000002", "step_00000003"]
 
@@ -72,11 +73,11 @@ def test_killed_while_the_replaced_one_was_removed_the_new_one_counts(tmp_path: 
 def test_killed_while_pruning_nothing_half_removed_is_ever_found(tmp_path: Path) -> None:
     write(tmp_path, 1).rename(tmp_path / "checkpoints/step_00000001.00ab.removed")
     write_two = write(tmp_path, 2)
-    assert latest(tmp_path) == write_two and steps(tmp_path) == (2,)
+    assert latest(tmp_path) == str(write_two) and steps(tmp_path) == (2,)
     assert names(tmp_path) == ["step_00000002"]
 
 
-@pytest.mark.parametrize("hurt", [MANIFEST, "tensors/w/c.0.0", "tensors/w/zarr.json"])
+@pytest.mark.parametrize("hurt", [MANIFEST, DATA, "pieces/00000.0.float32/zarr.json"])
 def test_a_damaged_newest_is_skipped_with_its_reason_and_not_pruned_away_for(
     tmp_path: Path, hurt: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ckpt.load import load
-from ckpt.save import save
+from ckpt.save import Saving, save
 from core.config.mapping import ParallelConfig
 from core.config.run import OptimizerConfig
 from core.optim.protocol import Optimizer
@@ -39,7 +39,7 @@ Piece = tuple[str, tuple[int, ...], Box, Tensor]
 class Run:
     """Where a run is saved or taken up, its pieces there, and the steps that followed."""
 
-    folder: Path
+    folder: str
     pieces: list[Piece]
     results: list[StepResult]
 
@@ -60,11 +60,11 @@ def saved(rank: int, world: int, case: Case, out: Path, dtype: torch.dtype) -> R
     steps_of(case, model, optimizer, groups, (0, 1))
     state = everything(model, optimizer, groups)
     pieces = pieces_of(state)
-    folder = save(out, 2, state, {"step": 2}, groups.world, 1)
+    folder = save(out, 2, state, {"step": 2}, groups.world, Saving(keep=1))
     return Run(folder=folder, pieces=pieces, results=steps_of(case, model, optimizer, groups, (2, 3)))
 
 
-def taken_up(rank: int, world: int, case: Case, folder: Path, dtype: torch.dtype) -> Run:
+def taken_up(rank: int, world: int, case: Case, folder: str, dtype: torch.dtype) -> Run:
     """A checkpoint loaded into other values, and two steps."""
     model, optimizer, groups = built(case, dtype=dtype)
     for piece in inventory(model, groups).values():

@@ -44,9 +44,12 @@ def read_into(files: Files, manifest: Manifest, tensors: Iterable[ShardedTensor]
 
 
 def fill(files: Files, manifest: Manifest, reads: Sequence[BlockRead]) -> None:
-    """Carry out what was planned."""
+    """Carry out what was planned; a block that several of them are of (a flat shard is a few boxes of a tensor) is read once."""
+    of_block: dict[tuple[str, int], list[BlockRead]] = {}
+    for read in reads:
+        of_block.setdefault((read.block.file, read.block.offset), []).append(read)
     with ThreadPoolExecutor(files.reads_at_once) as pool:
-        for _ in _at_most(pool, files, manifest.codec, reads, 4 * files.reads_at_once):
+        for _ in _at_most(pool, files, manifest.codec, of_block.values(), 4 * files.reads_at_once):
             pass
 
 
@@ -91,14 +94,14 @@ def some(names: Sequence[str], most: int = 3) -> str:
 
 
 def _at_most(
-    pool: ThreadPoolExecutor, files: Files, codec: Codec, reads: Iterable[BlockRead], ahead: int
+    pool: ThreadPoolExecutor, files: Files, codec: Codec, reads: Iterable[Sequence[BlockRead]], ahead: int
 ) -> Iterator[None]:
     """Carry out reads on the pool, no more than `ahead` of them waiting; the first failure is raised when nothing runs any more."""
     todo = iter(reads)
-    waiting = [pool.submit(carry_out, files, codec, read) for read in islice(todo, ahead)]
+    waiting = [pool.submit(carry_out, files, codec, *of_one) for of_one in islice(todo, ahead)]
     while waiting:
         yield waiting.pop(0).result()
-        waiting += [pool.submit(carry_out, files, codec, read) for read in islice(todo, 1)]
+        waiting += [pool.submit(carry_out, files, codec, *of_one) for of_one in islice(todo, 1)]
 
 
 def reads_of(where: str, target: ShardedTensor, entry: Entry) -> Iterator[BlockRead]:
@@ -115,24 +118,34 @@ def reads_of(where: str, target: ShardedTensor, entry: Entry) -> Iterator[BlockR
 
 
 @torch.no_grad()
-def carry_out(files: Files, codec: Codec, read: BlockRead) -> None:
-    """Read one block, check it, and copy what is wanted of it. Raises CheckpointError, naming it, where it is not what was written."""
+def carry_out(files: Files, codec: Codec, *reads: BlockRead) -> None:
+    """Read the one block that all of `reads` are of, check it, and copy what each wants of it.
+
+    Raises CheckpointError, naming tensor, file and the rank that wrote it, where it is not what was written.
+    """
+    read = reads[0]
     try:
-        here = read.target.data[shifted(read.shared, read.target.box.offset).slices]
-        if codec == "raw" and _holds_as_stored(here, read):
+        here = _place(read)
+        if codec == "raw" and len(reads) == 1 and _holds_as_stored(here, read):
             content = bytes_of(here)
             files.read_into(read.block.file, read.block.offset, [content])
             _check(content, read.block)
             return
         content = read_block(files, codec, read.entry.dtype, read.block, read.box)
         values = from_bytes(content, read.entry.dtype, read.box.shape)
-        here.copy_(values[shifted(read.shared, read.box.offset).slices])
+        for one in reads:
+            _place(one).copy_(values[shifted(one.shared, one.box.offset).slices])
     except (CheckpointError, OSError) as error:
         what = error if isinstance(error, CheckpointError) else error.strerror or error
         where = f"{files.address}/{read.block.file}"
         raise CheckpointError(
             f"{where}: {read.entry.name} (written by rank {read.rank}) is damaged: {what}; use another checkpoint of this run"
         ) from error
+
+
+def _place(read: BlockRead) -> Tensor:
+    """Where in its target's memory it goes."""
+    return read.target.data[shifted(read.shared, read.target.box.offset).slices]
 
 
 def _holds_as_stored(here: Tensor, read: BlockRead) -> bool:

@@ -14,8 +14,9 @@ from ckpt.blocks import crc32c
 from ckpt.files.address import open_files
 from ckpt.files.protocol import Address
 from ckpt.host import dtype_name, to_numpy
-from ckpt.manifest import Codec, File, Manifest, manifest_bytes, require_json
+from ckpt.manifest import Codec, File, Manifest, file_faults, manifest_bytes, require_json
 from ckpt.plan import Held, Plan, plan_save
+from ckpt.read import some
 from ckpt.shelf.address import open_shelf
 from ckpt.shelf.protocol import Shelf
 from ckpt.store.find import find_store
@@ -79,7 +80,7 @@ def agree(
     step: int, tensors: tuple[ShardedTensor, ...], extra: Mapping[str, Any], world: Group, saving: Saving
 ) -> Planned:
     """What every rank will write: a pure function of what all of them hold, which they tell each other. Collective."""
-    held = together(world, lambda: _checked(tensors, extra, step, saving))
+    held = together(world, lambda: checked(tensors, extra, step, saving))
     plan = plan_save(held)
     store = find_store(saving.store)
     return Planned(plan=plan, files=store.lay_out(plan), store=store, codec=saving.codec)
@@ -144,6 +145,13 @@ def commit(
 ) -> str:
     """Write the descriptions and the manifest, and make it a checkpoint of the run."""
     manifest = finish(partial, step, shelf.next_sequence(), planned, [file for rank in written for file in rank], extra)
+    # Ranks may have written to different disks; without locks, another saver may have taken this one for a dead one.
+    lost = file_faults(open_files(partial), manifest)
+    if lost:
+        raise CheckpointError(
+            f"{partial}: {some(list(lost.values()))}, though it was written. Every rank must see the same folder, and only one job may "
+            "save into a run."
+        )
     return shelf.publish(step, partial, manifest_bytes(manifest))
 
 
@@ -174,9 +182,10 @@ def finish(
     return replace(manifest, files={**manifest.files, **more})
 
 
-def _checked(
+def checked(
     tensors: tuple[ShardedTensor, ...], extra: Mapping[str, Any], step: int, saving: Saving
 ) -> tuple[Held, ...]:
+    """What this rank holds. Raises CheckpointError where something else than that keeps a save from being written."""
     require_json(extra)
     if step < 0 or saving.keep < 1:
         raise CheckpointError(

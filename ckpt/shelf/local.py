@@ -73,19 +73,16 @@ class LocalShelf:
         for folder, _, _ in os.walk(partial):
             _sync(Path(folder))
         final = _final(self.run, step)
+        # Before the renames: whatever needs room on the disk can fail, and after them the checkpoint is there.
+        LocalFiles(final.parent).write(f"{LATEST}.new", [f"{final.name}\n".encode()])
         replaced = None
         if final.exists():
             replaced = final.rename(_beside(self.run, step, "replaced"))
         Path(partial).rename(final)
         _sync(final.parent)
+        (final.parent / f"{LATEST}.new").replace(final.parent / LATEST)
         if replaced:
-            shutil.rmtree(replaced)
-        pointer = final.parent / f"{LATEST}.new"
-        with open(pointer, "w", encoding="utf-8") as file:
-            file.write(f"{final.name}\n")
-            file.flush()
-            os.fsync(file.fileno())
-        pointer.replace(final.parent / LATEST)
+            shutil.rmtree(replaced, ignore_errors=True)  # what is left of it, the next save removes or tells of
         return str(final)
 
     def discard(self, partial: str) -> None:
@@ -101,7 +98,8 @@ class LocalShelf:
         complete = self.survey().complete
         for old in complete[: max(len(complete) - keep, 0)]:
             # Renamed first: a half-removed folder must never look like a checkpoint.
-            shutil.rmtree(Path(old.address).rename(_beside(self.run, old.step, "removed")))
+            removed = Path(old.address).rename(_beside(self.run, old.step, "removed"))
+            shutil.rmtree(removed, ignore_errors=True)  # what is left of it, the next save removes or tells of
 
     def survey(self) -> Survey:
         """Look at every checkpoint of a run; nothing is changed. A run without checkpoints has an empty survey."""

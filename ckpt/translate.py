@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,95 +11,136 @@ from torch import Tensor
 
 from core.errors import CheckpointError
 from core.state.box import Box
-from core.state.rules import Choice, Derived, Piece, Rule, expand, match, pieces
+from core.state.rules import Choice, Derived, Piece, Rule, Shape, expand, match, narrow, pieces
 from core.state.sharded import ShardedTensor
 
 Read = Callable[[str, Box], Tensor]
+Rules = Sequence[Rule | Derived]
 
 
 @torch.no_grad()
-def import_state(
-    rules: Sequence[Rule | Derived], choice: Choice, targets: Mapping[str, ShardedTensor], read: Read
-) -> None:
+def import_state(rules: Rules, choice: Choice, targets: Mapping[str, ShardedTensor], read: Read) -> None:
     """Fill every target from published tensors; `read(name, box)` gives a piece of one, and only what is needed is read.
 
     Every target is NaN before, so that whatever was not written is found. Raises CheckpointError where a NaN is left, or where
     a published copy differs from the tensor that it should repeat.
     """
     for name, target in targets.items():
-        target.data.fill_(float("nan"))
-        written = 0
-        for piece in _pieces(rules, choice, target):
-            _inside(target.data, target.box, piece.target).copy_(read(piece.name, piece.box).view(piece.target.shape))
-            written += piece.box.elements
-        assert written == target.box.elements, f"{name}: {written} of {target.box.elements} elements have a source"
-        if target.data.isnan().any():
-            sources = ", ".join(sorted({piece.name for piece in _pieces(rules, choice, target)})[:3])
+        fill(name, target.data, target.box, target.shape, (rules, choice, read))
+
+
+@torch.no_grad()
+def fill(name: str, out: Tensor, box: Box, shape: Shape, where: tuple[Rules, Choice, Read]) -> None:
+    """Fill `out`, the piece `box` of the canonical tensor `name` of `shape`; see `import_state`."""
+    rules, choice, read = where
+    _, numbers = match(rules, name)
+    parts = tuple(pieces(choice.forms[name], numbers, shape, box))
+    out.fill_(float("nan"))
+    for piece in parts:
+        inside(out, box, piece.target).copy_(_as_ours(read(piece.name, piece.box), piece))
+    written = sum(piece.box.elements for piece in parts)
+    assert written == box.elements, f"{name}: {written} of {box.elements} elements have a source"
+    if out.isnan().any():
+        sources = ", ".join(sorted({piece.name for piece in parts})[:3])
+        raise CheckpointError(
+            f"{name} has values that are not numbers after it was read from {sources}: damaged weights"
+        )
+    for copy in choice.copies[name]:
+        if not torch.equal(read(copy, box).to(out.dtype), out):
             raise CheckpointError(
-                f"{name} has values that are not numbers after it was read from {sources}: damaged weights"
+                f"{copy} should be a copy of what {name} is read from, but differs; the model has one"
             )
-        for copy in choice.copies[name]:
-            if not torch.equal(read(copy, target.box).to(target.data.dtype), target.data):
-                raise CheckpointError(
-                    f"{copy} should be a copy of what {name} is read from, but differs; the model has one"
-                )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Export:
-    """A published tensor that can be assembled from this rank's pieces: which of them fill which of its boxes."""
+class Source:
+    """`piece` of a published tensor lies in the piece `box` of the canonical tensor `name`."""
 
     name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    parts: tuple[tuple[Piece, ShardedTensor], ...]
+    box: Box
+    piece: Piece
 
-    def whole(self) -> bool:
-        """Whether this rank holds all of it."""
-        elements = 1
-        for size in self.shape:
-            elements *= size
-        return sum(piece.box.elements for piece, _ in self.parts) == elements
 
-    @torch.no_grad()
-    def assemble(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The tensor on the CPU, in `dtype` (None: that of the pieces)."""
-        out = torch.empty(self.shape, dtype=dtype or self.dtype)
-        for piece, source in self.parts:
-            out[piece.box.slices] = (
-                _inside(source.data, source.box, piece.target).reshape(piece.box.shape).to("cpu", out.dtype)
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """A published tensor and all that fills it. copies: further names under which a folder may hold it again.
+
+    float8: whether a float8 folder has it in scaled blocks.
+    """
+
+    name: str
+    shape: Shape
+    sources: tuple[Source, ...]
+    float8: bool = False
+    copies: tuple[str, ...] = ()
+
+    @property
+    def elements(self) -> int:
+        """How many numbers it has."""
+        return math.prod(self.shape)
+
+
+def published_plan(
+    rules: Rules, shapes: Mapping[str, Shape], boxes: Mapping[str, Sequence[Box]] | None = None
+) -> tuple[Published, ...]:
+    """The published tensors of the form that is written, in the order of `shapes`, canonical name -> global shape.
+
+    boxes: the pieces in which each canonical tensor is had, once each (None: whole). Raises CheckpointError where these do not
+    fill a published tensor exactly.
+    """
+    found: dict[str, list[Source]] = {}
+    about: dict[str, tuple[Shape, Rule, tuple[str, ...]]] = {}
+    for name, shape in shapes.items():
+        rule, numbers = match(rules, name)
+        copies = tuple(copy.format(**numbers) for copy in rule.copies)
+        for box in (None,) if boxes is None else boxes[name]:
+            for piece in expand(rules, name, shape, box):
+                source = Source(name=name, box=box or Box(offset=(0,) * len(shape), shape=shape), piece=piece)
+                found.setdefault(piece.name, []).append(source)
+                about.setdefault(piece.name, (piece.shape, rule, copies))
+    plan = []
+    for name, sources in found.items():
+        shape, rule, copies = about[name]
+        held = sum(source.piece.box.elements for source in sources)
+        if held != math.prod(shape):
+            raise CheckpointError(
+                f"{name} has {math.prod(shape)} elements, of which {held} are held by the pieces given"
             )
-        return out
+        matrix = rule.float8 and len(shape) == 2
+        plan.append(Published(name=name, shape=shape, sources=tuple(sources), float8=matrix, copies=copies))
+    return tuple(plan)
 
 
-def export_state(rules: Sequence[Rule | Derived], state: Mapping[str, ShardedTensor]) -> dict[str, Export]:
-    """Every published tensor of which this rank holds something, in the form that is written, by name."""
-    parts: dict[str, list[tuple[Piece, ShardedTensor]]] = {}
-    for source in state.values():
-        for piece in expand(rules, source.name, source.shape, source.box):
-            parts.setdefault(piece.name, []).append((piece, source))
-    return {
-        name: Export(name=name, shape=found[0][0].shape, dtype=found[0][1].data.dtype, parts=tuple(found))
-        for name, found in parts.items()
-    }
+def part_of(source: Source, data: Tensor) -> Tensor:
+    """What of a published tensor lies in `data`, which holds `source.box`: in the published order, data shared where it can be."""
+    return _as_published(inside(data, source.box, source.piece.target), source.piece)
 
 
-def copy_names(rules: Sequence[Rule | Derived], state: Mapping[str, ShardedTensor]) -> dict[str, str]:
-    """Published names that may repeat a tensor -> the published name of that tensor."""
-    found = {}
-    for source in state.values():
-        rule, numbers = match(rules, source.name)
-        for copy in rule.copies:
-            found[copy.format(**numbers)] = expand(rules, source.name, source.shape)[0].name
-    return found
+@torch.no_grad()
+def read_published(published: Published, box: Box, read: Read, dtype: torch.dtype) -> Tensor:
+    """The piece `box` of a published tensor; `read(name, box)` gives pieces of canonical tensors."""
+    parts = [piece for source in published.sources if (piece := narrow(source.piece, box)) is not None]
+    names = [source.name for source in published.sources if narrow(source.piece, box) is not None]
+    if len(parts) == 1:
+        return _as_published(read(names[0], parts[0].target), parts[0]).to(dtype).contiguous()
+    out = torch.empty(box.shape, dtype=dtype)
+    for name, piece in zip(names, parts, strict=True):
+        inside(out, box, piece.box).copy_(_as_published(read(name, piece.target), piece))
+    return out
 
 
-def _pieces(rules: Sequence[Rule | Derived], choice: Choice, target: ShardedTensor) -> list[Piece]:
-    """What must be read for a target."""
-    _, numbers = match(rules, target.name)
-    return list(pieces(choice.forms[target.name], numbers, target.shape, target.box))
-
-
-def _inside(data: Tensor, box: Box, inner: Box) -> Tensor:
+def inside(data: Tensor, box: Box, inner: Box) -> Tensor:
     """The view of `data`, which holds `box`, that is `inner`."""
     return data[tuple(slice(i - o, i - o + s) for i, o, s in zip(inner.offset, box.offset, inner.shape, strict=True))]
+
+
+def _as_ours(data: Tensor, piece: Piece) -> Tensor:
+    """Published data [piece.box.shape] as the target box of ours."""
+    order = sorted(range(len(piece.own)), key=piece.own.__getitem__)
+    return data.permute(order).reshape(piece.target.shape)
+
+
+def _as_published(data: Tensor, piece: Piece) -> Tensor:
+    """Our data [piece.target.shape] as the box of the published tensor."""
+    own = sorted(piece.own)
+    return data.reshape([piece.target.shape[d] for d in own]).permute([own.index(d) for d in piece.own])

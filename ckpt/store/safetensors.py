@@ -1,37 +1,25 @@
-"""Folders of safetensors files: read lazily by box, float8 blocks brought to float32 on the way; written in shards of bounded size."""
+"""Folders of safetensors files: read by box, float8 blocks brought to float32 on the way; what else a new folder needs."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from ckpt.float8 import BLOCK, SCALE, dequantise, scale_shape
+from ckpt.store.tensorfile import DTYPES, TensorFile
 from core.errors import CheckpointError, RequestError
 from core.state.box import Box, whole
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-SCALE = "_scale_inv"
-# DeepSeek-V3 scales its float8 weights in blocks of 128 x 128; blocks at the right and bottom edge are cut.
-BLOCK = 128
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,53 +33,30 @@ class Stored:
 
 
 class Folder:
-    """An open folder. `tensors`: by published name, without block scales. `metadata`: what each file's header says beside.
-    `index_text`: its index as it stands, None for a folder of one file."""
+    """An open folder. `tensors`: by published name, without block scales; `stored`: with them. `metadata`: what each file's header
+    says beside. `index_text`: its index as it stands, None for a folder of one file."""
 
-    def __init__(self, path: Path, handles: Mapping[str, Any], stored: Mapping[str, Stored]) -> None:
+    def __init__(self, path: Path, files: Mapping[str, TensorFile], stored: Mapping[str, Stored]) -> None:
         self.path = path
         index = path / INDEX
         self.index_text = index.read_text(encoding="utf-8") if index.is_file() else None
-        self.metadata = {file: dict(handle.metadata() or {}) for file, handle in handles.items()}
+        self.metadata = {name: file.metadata for name, file in files.items()}
+        self.stored = stored
         self.tensors = {name: tensor for name, tensor in stored.items() if not _is_scale(name, stored)}
-        self._handles = handles
-        self._stored = stored
+        self._files = files
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
         """The piece `box` (None: all) of a tensor: in its own dtype, or in float32 where it has block scales."""
-        tensor = self._stored[name]
+        tensor = self.stored[name]
         box = box or whole(tensor.shape)
-        data = self._slice(name, box)
+        data = self._files[tensor.file].read(name, box)
         if tensor.scale is None:
             return data
         low = tuple(o // BLOCK for o in box.offset)
         high = tuple(-(-(o + s) // BLOCK) for o, s in zip(box.offset, box.shape, strict=True))
         blocks = Box(offset=low, shape=tuple(h - l for l, h in zip(low, high, strict=True)))
-        return dequantise(data, self._slice(tensor.scale, blocks), skip=tuple(o % BLOCK for o in box.offset))
-
-    def _slice(self, name: str, box: Box) -> Tensor:
-        handle = self._handles[self._stored[name].file]
-        try:
-            return handle.get_slice(name)[box.slices] if box.shape else handle.get_tensor(name)
-        except SafetensorError as error:
-            raise CheckpointError(
-                f"{self.path / self._stored[name].file}: tensor {name} cannot be read: {error}"
-            ) from error
-
-
-def dequantise(data: Tensor, scale: Tensor, *, skip: tuple[int, ...] = (0, 0)) -> Tensor:
-    """data [rows, columns] float8 times the scale of its 128 x 128 block, in float32.
-
-    scale: [row blocks, column blocks] float32 of the blocks that data touches; `skip`: rows and columns by which data starts
-    inside its first block.
-    """
-    rows, columns = data.shape
-    column_block = (torch.arange(columns) + skip[1]) // BLOCK
-    out = data.to(torch.float32)
-    for block in range(scale.shape[0]):
-        band = slice(max(0, block * BLOCK - skip[0]), min(rows, (block + 1) * BLOCK - skip[0]))
-        out[band] *= scale[block].to(torch.float32)[column_block]
-    return out
+        scale = self._files[self.stored[tensor.scale].file].read(tensor.scale, blocks)
+        return dequantise(data, scale, skip=tuple(o % BLOCK for o in box.offset))
 
 
 @contextmanager
@@ -101,22 +66,22 @@ def open_folder(path: Path) -> Iterator[Folder]:
     Raises CheckpointError with every file that is missing or damaged, every tensor that its file does not hold, every dtype
     that the zoo cannot read, and every block scale of a wrong shape.
     """
-    files, placed = _files(path)
+    names, placed = _files(path)
     faults: list[str] = []
     with ExitStack() as stack:
-        handles: dict[str, Any] = {}
-        for file in files:
+        files: dict[str, TensorFile] = {}
+        for name in names:
             try:
-                handles[file] = stack.enter_context(safe_open(path / file, framework="pt"))
+                files[name] = stack.enter_context(closing(TensorFile(path / name)))
             except FileNotFoundError:
-                faults.append(f"{file} is missing; fetch it again")
-            except (SafetensorError, OSError) as error:
-                faults.append(f"{file} is damaged or cut short ({error}); fetch it again")
-        stored = _contents(handles, placed, faults)
+                faults.append(f"{name} is missing; fetch it again")
+            except (ValueError, OSError) as error:
+                faults.append(f"{name} is damaged or cut short ({error}); fetch it again")
+        stored = _contents(files, placed, faults)
         stored = {name: _with_scale(name, stored, faults) for name in stored}
         if faults:
             raise CheckpointError("\n".join([f"{path} cannot be read:", *(f"  {fault}" for fault in faults)]))
-        yield Folder(path, handles, stored)
+        yield Folder(path, files, stored)
 
 
 def plan_shards(sizes: Sequence[tuple[str, int]], shard_bytes: int) -> list[tuple[str, ...]]:
@@ -135,16 +100,6 @@ def plan_shards(sizes: Sequence[tuple[str, int]], shard_bytes: int) -> list[tupl
 def shard_name(number: int, count: int) -> str:
     """The file name of shard `number` (from 0) of `count`, as published folders have it."""
     return SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-
-
-def write_shard(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """One file, on the disk when this returns. Raises CheckpointError where it cannot be written."""
-    try:
-        save_file(dict(tensors), path, metadata=dict(metadata))
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} cannot be written: {error}") from error
 
 
 def write_index(path: Path, files: Mapping[str, str], total_bytes: int) -> None:
@@ -200,21 +155,22 @@ def _files(path: Path) -> tuple[tuple[str, ...], dict[str, str] | None]:
     return files, placed
 
 
-def _contents(handles: Mapping[str, Any], placed: Mapping[str, str] | None, faults: list[str]) -> dict[str, Stored]:
+def _contents(
+    files: Mapping[str, TensorFile], placed: Mapping[str, str] | None, faults: list[str]
+) -> dict[str, Stored]:
     """Every tensor of the open files; what the index and the files say differently is a fault."""
     stored: dict[str, Stored] = {}
-    for file, handle in handles.items():
-        for name in handle.keys():  # noqa: SIM118 -- a handle is no mapping
-            view = handle.get_slice(name)
-            dtype = _DTYPES.get(view.get_dtype())
+    for file, opened in files.items():
+        for name, tensor in opened.tensors.items():
+            dtype = DTYPES.get(tensor.dtype)
             if dtype is None:
-                faults.append(f"{file}: {name} has dtype {view.get_dtype()}, which is none of {', '.join(_DTYPES)}")
+                faults.append(f"{file}: {name} has dtype {tensor.dtype}, which is none of {', '.join(DTYPES)}")
             elif name in stored:
                 faults.append(f"{name} stands in {stored[name].file} and again in {file}")
             else:
-                stored[name] = Stored(file=file, shape=tuple(view.get_shape()), dtype=dtype)
+                stored[name] = Stored(file=file, shape=tensor.shape, dtype=dtype)
     for name, file in (placed or {}).items():
-        if file in handles and (name not in stored or stored[name].file != file):
+        if file in files and (name not in stored or stored[name].file != file):
             faults.append(f"{file} does not hold {name}, which the index puts there")
     return stored
 
@@ -228,7 +184,7 @@ def _with_scale(name: str, stored: Mapping[str, Stored], faults: list[str]) -> S
     tensor, scale = stored[name], stored.get(name + SCALE)
     if scale is None:
         return tensor
-    expected = tuple(-(-size // BLOCK) for size in tensor.shape)
+    expected = scale_shape(tensor.shape)
     if len(tensor.shape) != 2 or scale.shape != expected:
         faults.append(
             f"{name}{SCALE} has shape {list(scale.shape)}, but {list(tensor.shape)} has {list(expected)} blocks"

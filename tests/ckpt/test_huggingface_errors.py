@@ -154,7 +154,7 @@ def test_a_full_disk_leaves_what_was_there_and_nothing_half_written(
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("ckpt.store.safetensors.save_file", full)
+    monkeypatch.setattr("ckpt.store.tensorfile.TensorWriter.write", full)
     with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be written.*No space left on device"):
         save_pretrained(ours, folder, overwrite=True)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before

@@ -23,7 +23,6 @@ from ckpt.store.safetensors import (
     plan_shards,
     shard_name,
     write_index,
-    write_shard,
 )
 from core.errors import CheckpointError, RequestError
 from core.state.box import Box
@@ -154,7 +153,7 @@ def test_a_new_folder_appears_whole(tmp_path: Path) -> None:
     target = tmp_path / "deep" / "model"
     check_free(target, overwrite=False)
     partial = begin(target)
-    write_shard(partial / SINGLE, {"a": torch.ones(3)}, {"format": "pt"})
+    save_file({"a": torch.ones(3)}, partial / SINGLE)
     assert not target.exists()
     commit(partial, target)
     assert torch.equal(load_file(target / SINGLE)["a"], torch.ones(3))
@@ -180,11 +179,6 @@ def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model").write_text("mine")
     with pytest.raises(RequestError, match="is a file"):
         check_free(tmp_path / "model", overwrite=True)
-
-
-def test_a_shard_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"nowhere/model\.safetensors cannot be written"):
-        write_shard(tmp_path / "nowhere" / SINGLE, {"a": torch.ones(3)}, {})
 
 
 def test_the_index_names_the_file_of_every_tensor(tmp_path: Path) -> None:

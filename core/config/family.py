@@ -56,8 +56,30 @@ class HuggingFace(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TextSplit:
+    """How a byte-level tokenizer cuts text into words: by a regular expression, after Unicode composition (NFC) or without."""
+
+    pattern: str
+    composed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseKin:
+    """Dense models made of the parts that a family is made of, so that they can become one of it (ckpt/upcycle.py).
+
+    Their folders carry `model_type`, and so do GGUF files as their architecture. head_norm: queries and keys have a norm per head.
+    attention_bias: queries, keys and values have biases. text: of tokenizers that GGUF files call by that `model_type`.
+    """
+
+    model_type: str
+    head_norm: bool = False
+    attention_bias: bool = False
+    text: TextSplit | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Family:
-    """A model package's declarations."""
+    """A model package's declarations. dense: the dense models that its own grew out of."""
 
     name: str
     title: str
@@ -65,6 +87,7 @@ class Family:
     sizes: tuple[Size, ...]
     presets: tuple[Preset, ...]
     huggingface: HuggingFace
+    dense: tuple[DenseKin, ...] = ()
 
     def size(self, name: str) -> Size:
         """The size called `name`. Raises ConfigError naming those there are."""

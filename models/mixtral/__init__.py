@@ -1,6 +1,6 @@
 """Mixtral: grouped-query attention, and in every layer a few large experts of which a token uses two."""
 
-from core.config.family import Family
+from core.config.family import DenseKin, Family
 from models.mixtral.architecture import SIZES
 from models.mixtral.huggingface import HUGGINGFACE
 from models.mixtral.presets import PRESETS
@@ -12,4 +12,5 @@ FAMILY = Family(
     sizes=SIZES,
     presets=PRESETS,
     huggingface=HUGGINGFACE,
+    dense=(DenseKin(model_type="llama"), DenseKin(model_type="mistral")),
 )

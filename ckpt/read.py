@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
@@ -19,6 +19,9 @@ from ckpt.manifest import Block, Codec, Entry, Manifest, file_faults
 from core.errors import CheckpointError
 from core.state.box import Box, intersect, shifted, tiling_fault
 from core.state.sharded import ShardedTensor
+
+# fetch(files, codec, dtype, block, box): the bytes of a block's values, checked.
+Fetch = Callable[[Files, Codec, str, Block, Box], np.ndarray]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,9 +121,10 @@ def reads_of(where: str, target: ShardedTensor, entry: Entry) -> Iterator[BlockR
 
 
 @torch.no_grad()
-def carry_out(files: Files, codec: Codec, *reads: BlockRead) -> None:
+def carry_out(files: Files, codec: Codec, *reads: BlockRead, fetch: Fetch = read_block) -> None:
     """Read the one block that all of `reads` are of, check it, and copy what each wants of it.
 
+    fetch: reads a block that cannot go straight into a target's memory, as `read_block` does.
     Raises CheckpointError, naming tensor, file and the rank that wrote it, where it is not what was written.
     """
     read = reads[0]
@@ -131,7 +135,7 @@ def carry_out(files: Files, codec: Codec, *reads: BlockRead) -> None:
             files.read_into(read.block.file, read.block.offset, [content])
             _check(content, read.block)
             return
-        content = read_block(files, codec, read.entry.dtype, read.block, read.box)
+        content = fetch(files, codec, read.entry.dtype, read.block, read.box)
         values = from_bytes(content, read.entry.dtype, read.box.shape)
         for one in reads:
             _place(one).copy_(values[shifted(one.shared, one.box.offset).slices])

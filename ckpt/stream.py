@@ -3,43 +3,48 @@
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from contextlib import closing
+from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-import torch
-
-from ckpt.described import assets_of
+from ckpt.ahead import ahead
+from ckpt.described import ASSETS
 from ckpt.dtype import item_bytes
 from ckpt.files.address import open_files
-from ckpt.files.protocol import Address
-from ckpt.host import to_numpy
-from ckpt.manifest import Codec
+from ckpt.files.protocol import Address, Buffer
+from ckpt.manifest import Codec, require_json
 from ckpt.plan import PIECE_BYTES, Held, plan_save
+from ckpt.runs import Runs
 from ckpt.save import Planned, finish
 from ckpt.source import Source
 from ckpt.store.find import find_store
 from ckpt.store.protocol import Written, write_file
 from ckpt.target import Target
-from core.errors import CheckpointError, ZooError
+from ckpt.workers import share_out
+from core.errors import CheckpointError, RequestError
 from core.state.box import Box
 
 # Opens the source, in whichever process needs it: a function and arguments that can be sent to one.
 Opener = Callable[[], Source]
-# What a process takes for itself, beside the pieces that pass through it.
-PROCESS_BYTES = 400 << 20
-# Of what is left, how much one piece may be: it is in memory once as it is read and once more where it has to be put in order.
-PIECES_IN_MEMORY = 4
+# Called with the bytes done and in all.
+Progress = Callable[[int, int], None]
+# What a process takes for itself, beside the bytes that pass through it.
+PROCESS_BYTES = 320 << 20
+# What passes through it: a run of blocks that is being written, one that waits, and one that a source makes, by way of wider types.
+RUNS_IN_MEMORY = 10
+MOST_RUN_BYTES = 32 << 20
+LEAST_RUN_BYTES = 8 << 20
+# A file is what is written again after a kill, and what one process writes: neither a few huge ones nor a great many.
+LEAST_PIECE_BYTES = 64 << 20
+FILES_OF_A_LARGE_ONE = 64
+# So many bytes are written between two words about them.
+TOLD_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Streaming:
-    """How to write. memory_bytes: of all processes together. workers: processes."""
+    """How to write. memory_bytes: of all processes together. workers: processes that write."""
 
     store: str = "zarr"
     codec: Codec = "raw"
@@ -48,23 +53,25 @@ class Streaming:
     overwrite: bool = False
 
     @property
-    def piece_bytes(self) -> int:
-        """The most that one process handles at a time. Raises CheckpointError where memory_bytes is too little for anything."""
-        room = self.memory_bytes // self.workers - PROCESS_BYTES
-        if room < 16 << 20:
-            least = self.workers * (PROCESS_BYTES + (16 << 20))
-            raise CheckpointError(
-                f"memory of {self.memory_bytes:,} bytes: {self.workers} processes need {least:,} at least. "
-                "Give more, or fewer workers."
+    def run_bytes(self) -> int:
+        """How much one process reads at a time. Raises RequestError where memory_bytes is too little for anything."""
+        processes = self.workers + (self.workers > 1)
+        room = self.memory_bytes - processes * PROCESS_BYTES
+        least = self.workers * RUNS_IN_MEMORY * LEAST_RUN_BYTES
+        if room < least:
+            raise RequestError(
+                f"--memory={self.memory_bytes / 2**20:,.0f}MiB: {self.workers} worker processes need "
+                f"{(processes * PROCESS_BYTES + least) >> 20}MiB at least. Give more, or fewer --workers."
             )
-        return min(PIECE_BYTES, room // PIECES_IN_MEMORY)
+        return min(MOST_RUN_BYTES, room // (self.workers * RUNS_IN_MEMORY))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """A checkpoint to be written: `held` is what each rank of the readers to come holds (one rank: whatever they are).
 
-    identity: changes whenever what the source holds does, so that two sources are never mixed after a kill.
+    identity: changes whenever what the source holds does, so that two sources are never mixed after a kill. assets: files that
+    belong to the model, by name.
     """
 
     opener: Opener
@@ -74,6 +81,7 @@ class Job:
     step: int
     extra: Mapping[str, Any]
     streaming: Streaming
+    assets: Mapping[str, bytes] = field(default_factory=dict)
 
 
 def held_whole(source: Source) -> list[list[Held]]:
@@ -93,124 +101,131 @@ def held_whole(source: Source) -> list[list[Held]]:
     ]
 
 
-def write_checkpoint(job: Job, progress: Callable[[int, int], None] | None = None) -> str:
-    """Write the checkpoint; its address. progress: called with bytes done and bytes in all.
+def plan_job(job: Job) -> Planned:
+    """The files that will be written. Raises RequestError for a store, codec or memory that cannot be, and nothing is written."""
+    streaming, store = job.streaming, find_store(job.streaming.store)
+    if streaming.codec not in store.codecs:
+        works = ", ".join(store.codecs)
+        raise RequestError(f"--codec={streaming.codec}: the store {store.name} cannot hold it. Works: {works}.")
+    assert streaming.run_bytes, "raises where there is too little memory"
+    require_json(job.extra)
+    total = sum(held.bytes for rank in job.held for held in rank if held.copy == 0)
+    plan = plan_save(job.held, min(PIECE_BYTES, max(LEAST_PIECE_BYTES, total // FILES_OF_A_LARGE_ONE)))
+    return Planned(plan=plan, files=store.lay_out(plan), store=store, codec=streaming.codec)
+
+
+def file_bytes(planned: Planned) -> dict[str, int]:
+    """The bytes of values in every planned file."""
+    tensors = planned.plan.tensors
+    return {f.path: sum(w.box.elements * item_bytes(tensors[w.name][1]) for w in f.writes) for f in planned.files}
+
+
+def write_checkpoint(job: Job, progress: Progress | None = None) -> str:
+    """Write the checkpoint; its address. progress: called with the bytes of values done and in all.
 
     What an interrupted writer of the same job has finished is not written again. Raises RequestError where the target is in use,
     CheckpointError where the source is damaged, the target cannot be written, or a process was killed.
     """
-    streaming = job.streaming
-    plan = plan_save(job.held, streaming.piece_bytes)
-    store = find_store(streaming.store)
-    planned = Planned(plan=plan, files=store.lay_out(plan), store=store, codec=streaming.codec)
-    target = Target(job.target, _fingerprint(job, planned), overwrite=streaming.overwrite)
+    planned = plan_job(job)
+    with closing(Target(job.target, _fingerprint(job, planned), overwrite=job.streaming.overwrite)) as target:
+        try:
+            return _write_into(target, job, planned, progress)
+        except OSError as error:
+            where = error.filename or job.target
+            raise CheckpointError(f"{where}: cannot be written: {error.strerror or error}") from error
+
+
+def _write_into(target: Target, job: Job, planned: Planned, progress: Progress | None) -> str:
+    """Write what is not there yet of the files, and what vouches for them."""
+    account = _Account(target, planned, progress)
     free = target.files.free_bytes()
-    finished = {written.path: written for written in target.done()}
-    if free is not None and free < planned.bytes - sum(w.file.size for w in finished.values()):
-        raise CheckpointError(
-            f"{job.target}: needs {planned.bytes:,} bytes, {free:,} are free. Make room, or write elsewhere."
-        )
-    todo = [n for n, file in enumerate(planned.files) if file.path not in finished]
-    total, done = max(plan.bytes, 1), sum(written.file.size for written in finished.values())
-    for number, written in _written(job, planned, target, todo):
-        target.note(number, written)
-        finished[written.path] = written
-        done += written.file.size
-        if progress:
-            progress(min(done, total), total)
-    described = job.opener().describe()
-    manifest = finish(
-        target.files.address, job.step, 1, planned, list(finished.values()), job.extra, assets=assets_of(described)
-    )
-    target.commit(manifest)
+    if free is not None and free < planned.bytes - account.done:
+        needs = planned.bytes - account.done
+        raise CheckpointError(f"{job.target}: needs {needs:,} bytes, {free:,} are free. Make room, or write elsewhere.")
+    todo = [n for n, file in enumerate(planned.files) if file.path not in account.finished]
+    write = _Writer(job.opener, planned, target.files.address, job.streaming.run_bytes)
+    account.tell()
+    if job.streaming.workers == 1 or len(todo) < 2:
+        write(todo, account.take)
+    else:
+        share_out(write, _shares(planned, todo, job.streaming.workers), account.take, str(job.target))
+    in_order = [account.finished[file.path] for file in planned.files]
+    assets = {f"{ASSETS}{name}": content for name, content in job.assets.items()}
+    target.commit(finish(target.files.address, job.step, 1, planned, in_order, job.extra, assets))
     return str(target.address)
 
 
-def _written(job: Job, planned: Planned, target: Target, todo: list[int]) -> Iterator[tuple[int, Written]]:
-    """Every file of `todo` as it is finished, in this process or in several."""
-    address = target.files.address
-    if job.streaming.workers == 1 or len(todo) < 2:
-        source = job.opener()
-        for number in todo:
-            yield number, _write(source, planned, number, address)
-        return
-    context = multiprocessing.get_context("spawn")
-    workers: dict[Connection, BaseProcess] = {}
-    try:
-        for share in _shares(planned, todo, job.streaming.workers):
-            here, there = context.Pipe(duplex=False)
-            worker: BaseProcess = context.Process(target=_work, args=(job.opener, planned, address, share, there), daemon=True)
-            worker.start()
-            there.close()
-            workers[here] = worker
-        yield from _received(workers, str(job.target))
-    finally:
-        for worker in workers.values():
-            worker.kill()
-            worker.join()
+class _Account:
+    """What is finished of the target's files, as those who write them say."""
+
+    def __init__(self, target: Target, planned: Planned, progress: Progress | None) -> None:
+        self.target, self.progress, self.total = target, progress, planned.plan.bytes
+        sizes = file_bytes(planned)
+        self.finished = {written.path: written for written in target.done() if written.path in sizes}
+        self.done = sum(sizes[path] for path in self.finished)
+
+    def take(self, said: int | tuple[int, Written]) -> None:
+        """Bytes that were written of a file, or the number of a finished one and what became of it."""
+        if isinstance(said, int):
+            self.done += said
+            self.tell()
+            return
+        number, written = said
+        self.target.note(number, written)
+        self.finished[written.path] = written
+
+    def tell(self) -> None:
+        """Show how far it is."""
+        if self.progress:
+            self.progress(min(self.done, self.total), self.total)
 
 
-def _received(workers: dict[Connection, BaseProcess], target: str) -> Iterator[tuple[int, Written]]:
-    """What the workers send, until each has said that it is done."""
-    open_ends = dict(workers)
-    while open_ends:
-        for ready in wait(list(open_ends)):
-            assert isinstance(ready, Connection)
-            try:
-                said = ready.recv()
-            except EOFError:
-                raise CheckpointError(
-                    f"{target}: a worker process was killed (out of memory?). Run the same command again: what is finished "
-                    "is kept."
-                ) from None
-            if said is None:
-                del open_ends[ready]
-            elif isinstance(said, str):
-                raise CheckpointError(said)
-            else:
-                yield said
+@dataclass(frozen=True)
+class _Writer:
+    """Writes planned files, in whichever process it is called."""
+
+    opener: Opener
+    planned: Planned
+    address: str
+    run_bytes: int
+
+    def __call__(self, numbers: Sequence[int], say: Callable[[int | tuple[int, Written]], None]) -> None:
+        if not numbers:
+            return
+        planned, source, files = self.planned, self.opener(), open_files(self.address)
+
+        def write(path: str, buffers: Iterator[Buffer]) -> int:
+            with closing(ahead(buffers, self.run_bytes)) as coming:
+                return files.write(path, _told(coming, say))
+
+        for number in numbers:
+            file = planned.files[number]
+            read = Runs(source, planned.plan, file.writes, self.run_bytes).read
+            say((number, write_file(planned.store, planned.plan, file, planned.codec, read, write)))
+
+
+def _told(buffers: Iterator[Buffer], say: Callable[[int], None]) -> Iterator[Buffer]:
+    """The buffers; how many bytes are taken of them is said now and then."""
+    taken = 0
+    for buffer in buffers:
+        yield buffer
+        taken += len(buffer)
+        if taken >= TOLD_BYTES:
+            say(taken)
+            taken = 0
+    say(taken)
 
 
 def _shares(planned: Planned, todo: list[int], workers: int) -> list[list[int]]:
     """The files of each worker, about as many bytes each."""
-    size = {
-        n: sum(w.box.elements * item_bytes(planned.plan.tensors[w.name][1]) for w in planned.files[n].writes)
-        for n in todo
-    }
+    sizes = file_bytes(planned)
     shares: list[list[int]] = [[] for _ in range(min(workers, len(todo)))]
     load = [0] * len(shares)
-    for number in sorted(todo, key=lambda n: -size[n]):
+    for number in sorted(todo, key=lambda n: -sizes[planned.files[n].path]):
         least = load.index(min(load))
         shares[least].append(number)
-        load[least] += size[number]
+        load[least] += sizes[planned.files[number].path]
     return [sorted(share) for share in shares]
-
-
-def _work(opener: Opener, planned: Planned, address: str, numbers: list[int], answers: Connection) -> None:
-    """A worker process: write files, and send what was written of each, an error as its text, and None at the end."""
-    torch.set_num_threads(1)
-    try:
-        source = opener()
-        for number in numbers:
-            answers.send((number, _write(source, planned, number, address)))
-    except ZooError as error:
-        answers.send(str(error))
-        return
-    except Exception:
-        answers.send(traceback.format_exc())
-        return
-    answers.send(None)
-
-
-def _write(source: Source, planned: Planned, number: int, address: str) -> Written:
-    def read(name: str, box: Box) -> np.ndarray:
-        return to_numpy(source.read(name, box))
-
-    files = open_files(address)
-    try:
-        return write_file(planned.store, planned.plan, planned.files[number], planned.codec, read, files.write)
-    except OSError as error:
-        raise CheckpointError(f"{error.filename or address}: cannot be written: {error.strerror or error}") from error
 
 
 def _fingerprint(job: Job, planned: Planned) -> str:

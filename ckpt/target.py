@@ -7,6 +7,7 @@ place, and is no checkpoint before its manifest is there.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from pathlib import Path
@@ -15,7 +16,7 @@ from ckpt.files.address import is_remote, open_files
 from ckpt.files.protocol import Address
 from ckpt.manifest import MANIFEST, PARTIAL, Manifest, manifest_bytes
 from ckpt.store.protocol import Written, written_from_json, written_to_json
-from core.errors import RequestError
+from core.errors import CheckpointError, RequestError
 
 JOURNAL = "journal"
 PLAN = f"{JOURNAL}/plan.json"
@@ -24,23 +25,28 @@ PLAN = f"{JOURNAL}/plan.json"
 class Target:
     """Where a checkpoint is made; `files` are those of the unfinished one.
 
-    fingerprint: what it is made of; what lies there of another one is removed.
+    fingerprint: what it is made of; what lies there of another one is removed. Nobody else writes into a folder until `close`.
     """
 
     def __init__(self, address: Address, fingerprint: str, *, overwrite: bool = False) -> None:
-        """Raises RequestError where the address holds something already."""
+        """Raises RequestError where the address holds something already, or another process is writing it."""
         self.address, self.remote = address, is_remote(address)
         if not self.remote:
             self.address = Path(address).absolute()
-        taken = open_files(self.address).sizes()
-        if self.remote and MANIFEST not in taken:
-            taken = {}
-        if taken and not overwrite:
-            raise RequestError(f"{address}: holds something already. Give an address that is new, or add --overwrite.")
-        self.files = open_files(self.address if self.remote else _partial(Path(self.address)))
+        check_target(self.address, overwrite=overwrite)
+        partial = self.address if self.remote else _partial(Path(self.address))
+        self._lock = None if isinstance(partial, str) else _lock(partial)
+        self.files = open_files(partial)
         if self._plan() != fingerprint:
-            self.files.remove("")
+            for top in {path.partition("/")[0] for path in self.files.sizes()}:
+                self.files.remove(top)
             self.files.write(PLAN, [json.dumps(fingerprint).encode()])
+
+    def close(self) -> None:
+        """Let others write it."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def done(self) -> list[Written]:
         """The files that a writer before has finished."""
@@ -74,8 +80,37 @@ class Target:
         return said if isinstance(said, str) else None
 
 
+def check_target(address: Address, *, overwrite: bool) -> None:
+    """Raises RequestError where something stands at the address that must stay. In an object store, leftovers may go."""
+    if not is_remote(address) and Path(address).is_file():
+        raise RequestError(f"{address}: is a file. Give the name of a folder that does not exist yet.")
+    taken = open_files(address).sizes()
+    if is_remote(address) and MANIFEST not in taken and (not taken or any(p.startswith(JOURNAL) for p in taken)):
+        return
+    if taken and not overwrite:
+        raise RequestError(f"{address}: holds something already. Give an address that is new, or add --overwrite.")
+
+
 def _partial(place: Path) -> Path:
     return place.with_name(f".{place.name}{PARTIAL}")
+
+
+def _lock(folder: Path) -> int:
+    """Hold a folder, which is made if need be, as long as this process lives or until the handle is closed."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be made: {error.strerror or error}") from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise RequestError(f"{folder}: another process is writing it. Wait for it, or give another address.") from None
+    except OSError:
+        # A file system without locks: nothing can be said about other writers.
+        pass
+    return handle
 
 
 def _read_note(content: bytes) -> Written | None:

@@ -12,6 +12,7 @@ import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
+from typing import IO, cast
 
 import torch
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
@@ -123,7 +124,7 @@ def _frame(shape: tuple[int, ...], dtype: str) -> _Frame:
     sink = _Sink()
     with skip_data():
         # Its memory is neither read nor written, so that the system never provides it.
-        torch.save(torch.empty(shape, dtype=getattr(torch, dtype)), sink)
+        torch.save(torch.empty(shape, dtype=getattr(torch, dtype)), cast(IO[bytes], sink))
     size = math.prod(shape) * item_bytes(dtype)
     assert [room for _, room in sink.rooms] == [size], f"{dtype} {shape}: torch.save leaves {sink.rooms} for {size}"
     at = sink.rooms[0][0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ckpt.dense.gguf_head import Head, read_head
 from ckpt.dense.published import LAYER, Published, find_kin, write_config
 from ckpt.dense.tokenizer import tokenizer_files
 from core.config.architecture import GQA, Dense, Layer, ModelConfig, RMSNorm, Rope, repeat
@@ -20,7 +22,6 @@ from core.errors import CheckpointError, RequestError
 from core.state.box import Box
 from core.state.rules import Part, Rule, plain
 
-MAGIC = b"GGUF"
 # The one architecture whose converter reorders the rows of queries and keys: llama.cpp rotates its neighbouring rows as pairs.
 _REORDERED = "llama"
 _REORDERED_TENSORS = (".attn_q.weight", ".attn_k.weight")
@@ -37,16 +38,10 @@ def open_gguf(path: Path) -> Published:
     """
     if importlib.util.find_spec("gguf") is None:
         raise RequestError(f"{path} is read by the package gguf, which is not installed: pip install gguf")
-    import gguf
-
-    try:
-        reader = gguf.GGUFReader(path)
-        metadata = {name: _value(field.contents()) for name, field in reader.fields.items()}
-    except (ValueError, IndexError, KeyError, OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} is damaged or cut short ({error}); fetch it again") from error
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
-    model, kin = _declared(metadata, frozenset(tensors), path)
-    contents = _Contents(path, tensors, model if kin.model_type == _REORDERED else None)
+    head = read_head(path)
+    metadata = head.metadata
+    model, kin = _declared(metadata, frozenset(head.tensors), path)
+    contents = _Contents(path, head, model if kin.model_type == _REORDERED else None)
     return Published(
         path=path,
         model=model,
@@ -62,33 +57,29 @@ def open_gguf(path: Path) -> Published:
 class _Contents:
     """The tensors of an open file; `reordered`: the model whose queries and keys must be put in order again, None for no such file."""
 
-    def __init__(self, path: Path, tensors: Mapping[str, Any], reordered: ModelConfig | None) -> None:
+    def __init__(self, path: Path, head: Head, reordered: ModelConfig | None) -> None:
         self.path = path
-        # A file states the fastest dimension first.
-        self.shapes = {name: tuple(int(size) for size in tensor.shape[::-1]) for name, tensor in tensors.items()}
-        self.dtypes = {name: _PLAIN.get(t.tensor_type.name, torch.float32) for name, t in tensors.items()}
-        self._tensors = tensors
         self._head_dim = None
         if reordered is not None:
             attention = reordered.layers[0].attention
             assert isinstance(attention, GQA), "dense models have grouped-query attention"
             self._head_dim = attention.head_dim
-        self._check_types()
+        self._tensors = _rows_of_blocks(path, head)
+        self.shapes = {name: place.shape for name, place in head.tensors.items()}
+        self.dtypes = {name: _PLAIN.get(kind.name, torch.float32) for name, (kind, _) in self._tensors.items()}
 
     def read(self, name: str, box: Box) -> Tensor:
         """The piece `box`: the file's rows in it, of these the blocks in it, are read and dequantised."""
         import gguf
 
-        tensor, rows = self._tensors[name], self._rows(name, box)
-        data = tensor.data if len(box.shape) > 1 else tensor.data[None]
+        kind, data = self._tensors[name]
+        elements, size = gguf.GGML_QUANT_SIZES[kind]
         first, last = box.offset[-1], box.offset[-1] + box.shape[-1]
-        if data.dtype != np.uint8:
-            part = data[rows, first:last]
-            return torch.from_numpy(part.astype(part.dtype.newbyteorder("="), order="C")).view(box.shape)
-        elements, size = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
         low, high = first // elements, -(-last // elements)
-        part = np.ascontiguousarray(data[rows, low * size : high * size])
-        values = gguf.quants.dequantize(part, tensor.tensor_type)[:, first - low * elements : last - low * elements]
+        part = np.ascontiguousarray(data[self._rows(name, box), low * size : high * size])
+        if kind.name == "F64":
+            return torch.from_numpy(part.view(np.float64)).view(box.shape)
+        values = gguf.quants.dequantize(part, kind)[:, first - low * elements : last - low * elements]
         return torch.from_numpy(np.array(values, dtype=np.float32)).view(box.shape).to(self.dtypes[name])
 
     def _rows(self, name: str, box: Box) -> slice | np.ndarray:
@@ -103,22 +94,44 @@ class _Contents:
         half, j = np.divmod(inside, self._head_dim // 2)
         return head * self._head_dim + 2 * j + half
 
-    def _check_types(self) -> None:
-        """Raises CheckpointError with every quantisation that cannot be undone, found on one row of each."""
-        import gguf
 
-        unknown: dict[str, str] = {}
-        by_type = {tensor.tensor_type: tensor for tensor in self._tensors.values()}
-        for kind, tensor in by_type.items():
-            try:
-                gguf.quants.dequantize(np.ascontiguousarray(np.atleast_2d(tensor.data)[:1]), kind)
-            except NotImplementedError:
-                unknown[kind.name] = tensor.name
-        if unknown:
-            kinds = ", ".join(f"{kind} (such as {name})" for kind, name in unknown.items())
-            raise CheckpointError(
-                f"{self.path}: the package gguf cannot read {kinds}; use a file of another quantisation"
-            )
+def _rows_of_blocks(path: Path, head: Head) -> dict[str, tuple[Any, np.ndarray]]:
+    """Type and bytes [rows, bytes of a row] of every tensor, read on use.
+
+    Raises CheckpointError where the file ends before one of them does, and with every quantisation that cannot be undone.
+    """
+    import gguf
+
+    found, unknown = {}, {}
+    for name, place in head.tensors.items():
+        if place.kind not in gguf.GGMLQuantizationType.__members__.values():
+            unknown[f"type {place.kind}"] = name
+            continue
+        kind = gguf.GGMLQuantizationType(place.kind)
+        elements, size = gguf.GGML_QUANT_SIZES[kind]
+        row_bytes = -(-place.shape[-1] // elements) * size if place.shape else size
+        total = math.prod(place.shape[:-1]) * row_bytes
+        data = head.content[place.start : place.start + total]
+        if data.size < total:
+            raise CheckpointError(f"{path} is damaged or cut short (it ends inside {name}); fetch it again")
+        found[name] = kind, data.reshape(-1, row_bytes) if total else data.reshape(0, row_bytes)
+        if not _can_undo(kind):
+            unknown[kind.name] = name
+    if unknown:
+        kinds = ", ".join(f"{kind} (such as {name})" for kind, name in unknown.items())
+        raise CheckpointError(f"{path}: the package gguf cannot read {kinds}; use a file of another quantisation")
+    return found
+
+
+def _can_undo(kind: Any) -> bool:
+    """Whether the package can, found on one empty block."""
+    import gguf
+
+    try:
+        gguf.quants.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), dtype=np.uint8), kind)
+    except NotImplementedError:
+        return kind.name in _PLAIN
+    return True
 
 
 def _declared(metadata: Mapping[str, Any], tensors: frozenset[str], path: Path) -> tuple[ModelConfig, DenseKin]:
@@ -192,8 +205,3 @@ def _token_ids(metadata: Mapping[str, Any]) -> dict[str, int]:
     names = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding", "unk_token_id": "unknown"}
     found = {field: metadata.get(f"tokenizer.ggml.{name}_token_id") for field, name in names.items()}
     return {field: number for field, number in found.items() if number is not None}
-
-
-def _value(value: Any) -> Any:
-    """A value of the metadata; a 32-bit float as the decimal number that it was rounded from: 1e-05, not 9.999999747378752e-06."""
-    return float(str(np.float32(value))) if isinstance(value, float) and np.float32(value) == value else value

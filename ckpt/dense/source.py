@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckpt.dense.gguf_file import MAGIC, open_gguf
+from ckpt.dense.gguf_file import open_gguf
+from ckpt.dense.gguf_head import MAGIC
 from ckpt.dense.published import Published, folder_rules, read_config
 from ckpt.source import MODEL_PREFIX, Described, Form
 from ckpt.store.safetensors import Stored, open_folder

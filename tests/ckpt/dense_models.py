@@ -140,7 +140,9 @@ def write_gguf(
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
     for key, value in (metadata or {}).items():
-        if isinstance(value, list):
+        if key == "general.alignment":
+            writer.add_custom_alignment(value)
+        elif isinstance(value, list):
             writer.add_array(key, value)
         else:
             writer.add_key_value(key, value, _gguf_type(value))

@@ -4,7 +4,8 @@ run.json        the run, the prepared data, the command, the versions       writ
 metrics.jsonl   one line a step                                             rank 0
 tensorboard/    the same numbers                                            rank 0
 samples.json    {"prompt", "before", "after"}                               rank 0
-checkpoints/    ckpt/                                                       all ranks
+checkpoints/    ckpt/, or elsewhere: checkpoint.address in run.json          all ranks
+checkpoints.jsonl   one line a checkpoint: how long it took                 rank 0
 errors/         rank{r}.json of each rank that failed                       that rank
 logs/start{n}/  rank{r}.stdout.txt, rank{r}.stderr.txt                      the launcher
 summary.json    what the report prints that no other file says             the launcher

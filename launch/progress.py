@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from core.training.metrics import StepMetrics
+from core.training.metrics import SaveMetrics, StepMetrics
 
 # Where the output is a file, about so many lines of a whole run are enough.
 PLAIN_LINES = 100
@@ -31,6 +32,7 @@ class ProgressLine:
         self._total = steps
         self._every = 1 if self._console.is_terminal else max(1, (steps - start_step) // PLAIN_LINES)
         self._times = [time.monotonic()]
+        self._save: SaveMetrics | None = None
         self._bar = Progress(
             TextColumn("training"),
             BarColumn(),
@@ -53,14 +55,24 @@ class ProgressLine:
     ) -> None:
         self._bar.stop()
 
-    def show(self, metrics: StepMetrics) -> None:
-        """Show one step; where the output is no terminal, every few of them, and each with a validation loss."""
+    def show(self, metrics: StepMetrics, saves: Sequence[SaveMetrics] = ()) -> None:
+        """Show one step; where the output is no terminal, every few of them, and each with a validation loss.
+
+        saves: the checkpoints that were completed since the last step; the newest stands behind the next line.
+        """
+        self._save = saves[-1] if saves else self._save
         self._times = [*self._times[-REMEMBERED_STEPS:], time.monotonic()]
         left = self._time_left(metrics.step)
         self._bar.update(self._task, completed=metrics.step, left=f"{left} left")
         measured = metrics.validation_loss is not None
         if measured or metrics.step % self._every == 0 or metrics.step in (1, self._total):
-            self.say(step_line(metrics, left))
+            self.say(step_line(metrics, left, self._save))
+            self._save = None
+
+    def show_last(self, saves: Sequence[SaveMetrics]) -> None:
+        """Show the checkpoint that was completed after the last step."""
+        if saves:
+            self.say(f"checkpoint of step {saves[-1].step} written in {saves[-1].seconds:.2f} s")
 
     def say(self, text: str) -> None:
         """A line above the bar, as it stands: nothing in it is markup, and it is never wrapped."""
@@ -71,15 +83,17 @@ class ProgressLine:
         return duration(seconds)
 
 
-def step_line(metrics: StepMetrics, left: str) -> str:
-    """One step under HEADER; what was not measured is a dash."""
+def step_line(metrics: StepMetrics, left: str, save: SaveMetrics | None = None) -> str:
+    """One step under HEADER; what was not measured is a dash. save: a checkpoint to tell of."""
     mfu = "-" if metrics.mfu is None else f"{metrics.mfu:.1%}"
     load = "-" if metrics.worst_load is None else f"{metrics.worst_load:.2f}×"
     line = (
         f"{metrics.step:>6}  {metrics.loss:>7.4f}   {metrics.learning_rate:>13.3e}   {metrics.grad_norm:>9.3f}   "
         f"{metrics.tokens_per_second:>8,.0f}   {mfu:>5}   {load:>10}   {left:>4}"
     )
-    return line if metrics.validation_loss is None else f"{line}   validation {metrics.validation_loss:.4f}"
+    if metrics.validation_loss is not None:
+        line += f"   validation {metrics.validation_loss:.4f}"
+    return line if save is None else f"{line}   {save.sentence}"
 
 
 def duration(seconds: float) -> str:

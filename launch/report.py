@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from core.errors import RequestError
-from core.training.metrics import read_metrics
+from core.training.metrics import SaveMetrics, read_metrics, read_saves
 from launch.describe import mapping_facts, short
 from launch.folder import SAMPLES_FILE, SUMMARY_FILE, RunFile, read_json, read_run
 from launch.progress import duration
@@ -17,6 +17,7 @@ from launch.report_figures import Picture, draw_all
 
 REPORT_FILE = "report.html"
 PICTURES_FOLDER = "report"
+SHOWN_SAVES = 3
 ENDED = {
     "finished": "finished",
     "stopped": "stopped by a signal, can be resumed",
@@ -76,20 +77,21 @@ def write_report(run: Path) -> Path:
     """
     file = read_run(run)
     try:
-        steps = read_metrics(run)
+        steps, saves = read_metrics(run), read_saves(run)
     except ValueError as error:
         raise RequestError(str(error)) from error
     summary = read_json(run / SUMMARY_FILE) if (run / SUMMARY_FILE).exists() else {}
     samples = read_json(run / SAMPLES_FILE) if (run / SAMPLES_FILE).exists() else {}
     pictures = draw_all(steps, summary.get("unigram_entropy"), run / PICTURES_FOLDER)
     path = run / REPORT_FILE
-    path.write_text(_page(file, steps, summary, samples, pictures), encoding="utf-8")
+    path.write_text(_page(file, steps, saves, summary, samples, pictures), encoding="utf-8")
     return path
 
 
 def _page(
     file: RunFile,
     steps: list[dict[str, Any]],
+    saves: list[SaveMetrics],
     summary: Mapping[str, Any],
     samples: Mapping[str, Any],
     pictures: tuple[Picture, ...],
@@ -105,7 +107,7 @@ def _page(
     figures = "".join(map(_figure, pictures)) or "<p>No step was finished, so there is nothing to draw.</p>"
     rows = "".join(
         f"<tr><td>{html.escape(name)}</td><td>{html.escape(value)}</td></tr>"
-        for name, value in _facts(file, steps, summary)
+        for name, value in (*_facts(file, steps, summary), *_checkpoints(saves))
     )
     body = f"<h2>What was measured</h2>{figures}{_samples(samples)}<h2>The run</h2>"
     body += f'<div class="facts"><table>{rows}</table></div>'
@@ -153,6 +155,14 @@ def _facts(file: RunFile, steps: list[dict[str, Any]], summary: Mapping[str, Any
     yield "seed", str(train.seed)
     yield "command", " ".join(file.command)
     yield "versions", ", ".join(f"{name} {text}" for name, text in file.versions.items())
+
+
+def _checkpoints(saves: list[SaveMetrics]) -> Iterator[tuple[str, str]]:
+    """What the checkpoints cost, the dearest of them first."""
+    if saves:
+        count = f"{len(saves)} of {max(save.bytes for save in saves) / 2**20:,.1f} MiB"
+        shown = sorted(saves, key=lambda save: save.stalled_seconds, reverse=True)[:SHOWN_SAVES]
+        yield "checkpoints", "\n".join([count, *(save.sentence for save in shown)])
 
 
 def _figure(picture: Picture) -> str:

@@ -15,7 +15,11 @@ from launch.profiles import find_profile
 
 DEFAULT_HARDWARE = "cpu"
 # What decides the tokens of every step and what is computed from them: a resumed run must keep it.
-KEPT_ON_RESUME = ("model.", "data.", "train.seed", "train.sequence_tokens", "train.global_batch")
+# And where its checkpoints are: elsewhere it would find none and begin again.
+KEPT_ON_RESUME = (
+    *("model.", "data.", "train.seed", "train.sequence_tokens", "train.global_batch"),
+    "checkpoint.address",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +141,13 @@ def _settled(run: RunConfig) -> RunConfig:
     """The run with what depends on this moment written out: paths that hold from any folder, the schedule's length."""
     data = replace(run.data, path=_absolute(run.data.path), tokenizer=_absolute(run.data.tokenizer))
     train = replace(run.train, schedule_steps=run.train.schedule_steps or run.train.steps)
-    return replace(run, data=data, train=train)
+    checkpoint = replace(run.checkpoint, address=_anywhere(run.checkpoint.address))
+    return replace(run, data=data, train=train, checkpoint=checkpoint)
+
+
+def _anywhere(address: str | None) -> str | None:
+    """An address that holds from any folder; URLs do."""
+    return address if address is None or "://" in address else _absolute(address)
 
 
 def _absolute(path: str | None) -> str | None:

@@ -62,6 +62,8 @@ def start(asked: Start, backend: Backend | None = None) -> None:
     if asked.dry_run:
         click.echo(describe(planned, out))
         return
+    if begun is None:
+        _refuse_used(planned.run.checkpoint.address)
     _refuse_missing_devices(planned.run)
     tokens = _prepare(planned.run, begun)
     write_run(out, _run_file(planned, tokens))
@@ -137,6 +139,20 @@ def _refuse_taken(out: Path) -> None:
         raise RequestError(f"--out {out}: is a file. Give a folder that is new or empty.")
     if out.exists() and any(out.iterdir()):
         raise RequestError(f"--out {out}: is not empty and holds no run. Give a folder that is new or empty.")
+
+
+def _refuse_used(address: str | None) -> None:
+    """A new run never goes on from another run's checkpoints, nor removes them."""
+    if address is None:
+        return
+    from ckpt.shelf.address import steps
+
+    found = steps(address)
+    if found:
+        raise RequestError(
+            f"checkpoint.address={address}: holds checkpoints of another run already, up to step {found[-1]}. Give a place where "
+            "there are none."
+        )
 
 
 def _refuse_missing_devices(run: RunConfig) -> None:

@@ -14,18 +14,20 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from types import FrameType, TracebackType
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from tokenizers import Tokenizer
 
+from ckpt.asynchronous import AsynchronousSaver, SynchronousSaver
+from ckpt.files.protocol import Address
 from ckpt.load import load
-from ckpt.save import Saving, save
+from ckpt.save import Saving
 from ckpt.shelf.address import latest
 from ckpt.source import MODEL_PREFIX, OPTIMIZER_PREFIX
 from core.config.run import RunConfig
@@ -43,7 +45,7 @@ from core.state.inventory import initialise, inventory
 from core.state.sharded import ShardedTensor
 from core.training.evaluate import generate
 from core.training.loop import Hooks, Progress, Trainer
-from core.training.metrics import MetricsWriter, StepMetrics
+from core.training.metrics import MetricsWriter, SaveMetrics, StepMetrics
 from core.training.peak import measure_matmul_rate
 from core.transformer.stage import Stage, build_model
 from launch.folder import ERRORS_FOLDER, SAMPLES_FILE, read_json, read_run, write_json
@@ -107,13 +109,31 @@ def train(out: Path, flag: StopFlag) -> None:
     if start.step == 0:
         sampler.take("before")
 
-    def keep(step: int, tokens: int) -> None:
-        extra = {"step": step, "tokens": tokens, "data": data.identity, "run": run_to_json(run)}
-        save(out, step, training_state(model, optimizer, groups), extra, groups.world, _saving(run))
+    with (
+        Recorder(out, run, start) if first else contextlib.nullcontext() as recorder,
+        _saver(out, run, groups) as saver,
+    ):
 
-    with contextlib.ExitStack() as stack:
-        record = _recorder(stack, out, run, start) if first else _ignore
-        end = trainer.go(start, Hooks(save=keep, record=record, stop=lambda: flag.raised))
+        def keep(step: int, tokens: int) -> None:
+            extra = {"step": step, "tokens": tokens, "data": data.identity, "run": run_to_json(run)}
+            saver.save(step, training_state(model, optimizer, groups), extra)
+
+        def record(metrics: StepMetrics) -> None:
+            if recorder is not None:
+                recorder.step(metrics, saver.finished())
+
+        hooks = Hooks(
+            save=keep,
+            record=record,
+            stop=lambda: flag.raised,
+            before_update=saver.before_update,
+            failed=lambda: saver.failed,
+            finish=saver.wait,
+        )
+        saver.prepare(training_state(model, optimizer, groups))
+        end = trainer.go(start, hooks)
+        if recorder is not None:
+            recorder.end(saver.finished())
     optimizer.wait_all()
     if end.step >= run.train.steps:
         sampler.take("after")
@@ -121,14 +141,21 @@ def train(out: Path, flag: StopFlag) -> None:
 
 def sample(run: Path, prompt: str, tokens: int, temperature: float, seed: int) -> str:
     """The text with which the newest checkpoint of a run continues `prompt`, on one rank whatever mapping trained it."""
-    file, groups, folder = read_run(run), one_rank(), latest(run)
+    file, groups = read_run(run), one_rank()
+    address = checkpoints_of(run, file.run)
+    folder = latest(address)
     if folder is None:
-        raise CheckpointError(f"{run}: has no checkpoint yet. Train it first, or give another run.")
+        raise CheckpointError(f"{address}: has no checkpoint yet. Train it first, or give another run.")
     model = build_model(file.run.model, groups=groups, dtype=_dtype(file.run))
     load(folder, model_state(model, groups), groups.world, skip=(OPTIMIZER_PREFIX,))
     data = open_tokens(Path(file.prepared), vocab=file.run.model.vocab)
     tokenizer = load_tokenizer(data.tokenizer)
     return prompt + _continuation(model, data, tokenizer, prompt, tokens=tokens, temperature=temperature, seed=seed)
+
+
+def checkpoints_of(out: Path, run: RunConfig) -> Address:
+    """Where the run in `out` keeps its checkpoints."""
+    return run.checkpoint.address or out
 
 
 def model_state(model: Stage, groups: Groups) -> list[ShardedTensor]:
@@ -164,6 +191,38 @@ class Sampler:
             write_json(path, {**known, "prompt": prompt, when: text})
 
 
+class Recorder:
+    """What the first rank does with what was measured: the files, TensorBoard, and the line on the terminal. A context."""
+
+    def __init__(self, out: Path, run: RunConfig, start: Progress) -> None:
+        self._stack = contextlib.ExitStack()
+        self._writer = self._stack.enter_context(MetricsWriter(out, resume_from_step=start.step))
+        self._line = self._stack.enter_context(ProgressLine(start_step=start.step, steps=run.train.steps))
+
+    def step(self, metrics: StepMetrics, saves: Sequence[SaveMetrics]) -> None:
+        """Record a step, and the checkpoints that were completed since the last one."""
+        self._writer.write(metrics)
+        self._write(saves)
+        self._line.show(metrics, saves)
+
+    def end(self, saves: Sequence[SaveMetrics]) -> None:
+        """Record the checkpoints that were completed after the last step."""
+        self._write(saves)
+        self._line.show_last(saves)
+
+    def _write(self, saves: Sequence[SaveMetrics]) -> None:
+        for save in saves:
+            self._writer.write_save(save)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+
 def _continuation(
     model: Stage,
     data: TokenFiles,
@@ -180,8 +239,11 @@ def _continuation(
     return tokenizer.decode(made[len(given) :])
 
 
-def _saving(run: RunConfig) -> Saving:
-    return Saving(store=run.checkpoint.store, codec=run.checkpoint.codec, keep=run.checkpoint.keep)
+def _saver(out: Path, run: RunConfig, groups: Groups) -> AsynchronousSaver | SynchronousSaver:
+    config = run.checkpoint
+    saving = Saving(store=config.store, codec=config.codec, keep=config.keep)
+    saver = AsynchronousSaver if config.asynchronous else SynchronousSaver
+    return saver(checkpoints_of(out, run), groups.checkpoint, saving)
 
 
 def _dtype(run: RunConfig) -> torch.dtype:
@@ -225,10 +287,10 @@ def _restore(
     out: Path, run: RunConfig, data: TokenFiles, model: Stage, optimizer: Optimizer, groups: Groups
 ) -> Progress:
     """Load the newest whole checkpoint, under whatever mapping it was saved. Raises CheckpointError for other data."""
-    folder = latest(out)
+    folder = latest(checkpoints_of(out, run))
     if folder is None:
         return Progress(step=0, tokens=0)
-    extra: Mapping[str, Any] = load(folder, training_state(model, optimizer, groups), groups.world)
+    extra: Mapping[str, Any] = load(folder, training_state(model, optimizer, groups), groups.checkpoint)
     if extra["data"] != data.identity:
         raise CheckpointError(
             f"{folder}: was trained on other tokens than {data.folder} holds, so it cannot go on where it stopped. "
@@ -236,22 +298,6 @@ def _restore(
         )
     optimizer.set_steps(int(extra["step"]))
     return Progress(step=int(extra["step"]), tokens=int(extra["tokens"]))
-
-
-def _recorder(stack: contextlib.ExitStack, out: Path, run: RunConfig, start: Progress) -> Any:
-    """What the first rank does with a step's metrics: the file, TensorBoard, and the line on the terminal."""
-    writer = stack.enter_context(MetricsWriter(out, resume_from_step=start.step))
-    line = stack.enter_context(ProgressLine(start_step=start.step, steps=run.train.steps))
-
-    def record(metrics: StepMetrics) -> None:
-        writer.write(metrics)
-        line.show(metrics)
-
-    return record
-
-
-def _ignore(metrics: StepMetrics) -> None:
-    """What the other ranks do with them."""
 
 
 def _end_with_the_launcher() -> None:
@@ -283,10 +329,12 @@ def _explained(error: BaseException, out: Path) -> BaseException:
 def _leave_word(out: Path, rank: int, error: BaseException) -> None:
     """Write what went wrong where the launcher looks; a user's mistake has no traceback."""
     expected = isinstance(error, ZooError)
+    message = str(error) if expected else f"{type(error).__name__}: {error}"
     word = {
         "rank": rank,
         "time": time.time(),
-        "message": str(error) if expected else f"{type(error).__name__}: {error}",
+        # A note is what failed besides: a checkpoint in the background.
+        "message": "\n".join([message, *getattr(error, "__notes__", ())]),
         "traceback": None if expected else traceback.format_exc(),
         "exit_code": error.exit_code if isinstance(error, ZooError) else 1,
     }

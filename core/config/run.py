@@ -72,12 +72,16 @@ class DataConfig:
 class CheckpointConfig:
     """A checkpoint every `interval` steps (and at the end); the newest `keep` are kept.
 
+    asynchronous: training goes on while a checkpoint is written, from copies in host memory; otherwise it stops until all is on the
+    disk. address: where checkpoints lie, a folder or the URL of an object store such as s3://bucket/run (None: the run's folder).
     store: what its files are besides the zoo's own: Zarr arrays, or a folder of torch.distributed.checkpoint. codec: `zstd` makes
     them smaller and slower to write, in Zarr only.
     """
 
     interval: int = 100
     keep: int = 2
+    asynchronous: bool = True
+    address: str | None = None
     store: Literal["zarr", "torch_dist"] = "zarr"
     codec: Literal["raw", "zstd"] = "raw"
 

@@ -17,6 +17,8 @@ from core.parallel.meter import Meter
 
 # A group does not inherit the timeout of the world: left alone, torch lets a collective that nobody answers wait half an hour.
 TIMEOUT = timedelta(minutes=5)
+# Ranks wait here for the one that writes most. Those that died are noticed at once, whatever the timeout.
+CHECKPOINT_TIMEOUT = timedelta(hours=1)
 
 
 # What travels along pp ("activation" or "gradient"), and whether to a later rank.
@@ -83,8 +85,8 @@ class Groups:
     replicas: cp * dp, the ranks that hold equal copies of what tp cuts. adjacent: by every divisor n of tp, n neighbours along
     tp times cp * dp. edp: the ranks that hold copies of the same experts. embedding: tp's cut of the embedding on all pipeline
     ranks that hold it, times cp * dp; this rank alone where it holds none. pipes: pp once for each kind of message and
-    direction, so that messages on one of them arrive in the order in which they were sent, whatever the backend. shards: under
-    FSDP alone.
+    direction, so that messages on one of them arrive in the order in which they were sent, whatever the backend. checkpoint: the
+    world once more, for objects on the CPU, so that a save in the background never meets what training sends. shards: under FSDP alone.
     """
 
     tp: Group
@@ -102,6 +104,7 @@ class Groups:
     replicas: Group
     embedding: Group
     world: Group
+    checkpoint: Group
     adjacent: Mapping[int, Group]
     pipes: Mapping[Pipe, Group]
     shards: ShardGroups | None = None
@@ -114,7 +117,7 @@ _CONTEXT = {"heads": ("cp.inner",), "ring": ("cp.outer",)}
 
 # Groups of equal ranks share one process group, unless they are of different channels. Where gradients and parameters travel,
 # beside what the layers send, there must be a channel of its own: it would have to wait for its turn among the layers' calls.
-Channel = Pipe | Literal["layers", "copies"]
+Channel = Pipe | Literal["layers", "copies", "checkpoints"]
 _OF_COPIES = ("replicas", "edp", "embedding")
 
 # Makes one group of a rank: the name under which it counts bytes, the division that it comes from, and its channel.
@@ -138,7 +141,8 @@ class Divisions:
         adjacent = {n: make("replicas", division, "copies") for n, division in self.adjacent.items()}
         pipes = {pipe: make("pp", self.named["pp"], pipe) for pipe in PIPES}
         shards = None if self.shards is None else self.shards.assemble(make)
-        return Groups(**mine, adjacent=adjacent, pipes=pipes, shards=shards)
+        checkpoint = make("checkpoint", self.named["world"], "checkpoints")
+        return Groups(**mine, checkpoint=checkpoint, adjacent=adjacent, pipes=pipes, shards=shards)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +199,7 @@ def _neighbours(mesh: Mesh) -> tuple[int, ...]:
 
 def one_rank(meter: Meter | None = None) -> Groups:
     """The groups of a world of one rank: nothing communicates."""
-    names = (*_DENSE, *_EXPERT, *_CONTEXT, "embedding")
+    names = (*_DENSE, *_EXPERT, *_CONTEXT, "embedding", "checkpoint")
     alone = {name: Group(ranks=(0,), position=0, handle=None, axis=name, meter=meter) for name in names}
     dense, expert = alone["replicas"], alone["edp"]
     shards = ShardGroups(
@@ -266,8 +270,16 @@ class _Maker:
         mine = division.members(self.rank)
         for ranks in (mine,) if self.alone else division.groups():
             if len(ranks) > 1 and (channel, ranks) not in self.made:
-                self.made[channel, ranks] = dist.new_group(list(ranks), timeout=self.timeout)
+                self.made[channel, ranks] = self._new_group(ranks, channel)
         handle = self.made.get((channel, mine))
         assert len(mine) == 1 or handle is not None, f"rank {self.rank} is in no group for {name}"
         position = mine.index(self.rank)
-        return Group(ranks=mine, position=position, handle=handle, axis=name, meter=self.meter, baton=self.baton)
+        # A save in the background takes no turns with training.
+        baton = None if channel == "checkpoints" else self.baton
+        return Group(ranks=mine, position=position, handle=handle, axis=name, meter=self.meter, baton=baton)
+
+    def _new_group(self, ranks: tuple[int, ...], channel: Channel) -> dist.ProcessGroup:
+        if channel != "checkpoints" or self.alone:
+            return dist.new_group(list(ranks), timeout=self.timeout)
+        # What accelerators communicate with has no collectives of objects on the CPU.
+        return dist.new_group(list(ranks), timeout=CHECKPOINT_TIMEOUT, backend="gloo")

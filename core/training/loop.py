@@ -25,12 +25,20 @@ from core.transformer.stage import Stage
 
 @dataclass(frozen=True, kw_only=True)
 class Hooks:
-    """What the loop calls: save(step, tokens) makes a checkpoint, record(metrics) is called on every rank after every step,
-    stop() says whether this rank was asked to end."""
+    """What the loop calls.
+
+    save(step, tokens) makes a checkpoint, or begins one: nothing that it has is changed until before_update(), which the next step calls
+    before its update, has returned. failed() says whether one that was begun has failed, as far as this rank knows; finish() waits
+    until none is under way and raises what has failed. record(metrics) is called on every rank after every step, stop() says whether this
+    rank was asked to end.
+    """
 
     save: Callable[[int, int], None]
     record: Callable[[StepMetrics], None]
     stop: Callable[[], bool]
+    before_update: Callable[[], None] = lambda: None
+    failed: Callable[[], bool] = lambda: False
+    finish: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,17 +72,23 @@ class Trainer:
         self.matmul_rate = matmul_rate
 
     def go(self, start: Progress, hooks: Hooks) -> Progress:
-        """Train from `start` to train.steps, or until any rank is asked to stop; the last step is saved. Returns how far."""
+        """Train from `start` to train.steps, or until any rank is asked to stop; the last step is saved when this returns how far.
+
+        Raises what the hooks raise. A checkpoint that fails in the background ends the run on every rank after the same step.
+        """
         now, saved, config = start, start.step, self.run.train
-        while now.step < config.steps and not self._any(hooks.stop()):
-            metrics = self._step(now)
-            now = Progress(step=metrics.step, tokens=metrics.tokens)
+        saving: float | None = None
+        while now.step < config.steps and not self._ends(hooks):
+            metrics = self._step(now, hooks, saving)
+            now, saving = Progress(step=metrics.step, tokens=metrics.tokens), None
             hooks.record(metrics)
             if now.step % self.run.checkpoint.interval == 0:
+                begin = time.perf_counter()
                 hooks.save(now.step, now.tokens)
-                saved = now.step
+                saved, saving = now.step, time.perf_counter() - begin
         if now.step != saved:
             hooks.save(now.step, now.tokens)
+        hooks.finish()
         return now
 
     def validate(self) -> float:
@@ -82,20 +96,28 @@ class Trainer:
         batches = [to_device(b, self.model) for b in self.validation.validation(self.run.train.eval_sequences)]
         return validation_loss(self.model, batches, self.groups)
 
-    def _step(self, before: Progress) -> StepMetrics:
-        """One step from reading to metrics; validation, where it is due, is not part of its time."""
+    def _step(self, before: Progress, hooks: Hooks, saving: float | None) -> StepMetrics:
+        """One step from reading to metrics; validation, where it is due, is not part of its time.
+
+        saving: the seconds that the call of `save` behind the last step took; None where there was none.
+        """
         config = self.run.train
         begin = time.perf_counter()
         batches = self._read(before.step)
         read = time.perf_counter()
         schedule = config.schedule_steps or config.steps
         rate = learning_rate(self.run.optimizer, before.step, schedule)
-        result = train_step(self.model, self.optimizer, batches, rate=rate, groups=self.groups)
+        before_update = None if saving is None else hooks.before_update
+        result = train_step(
+            self.model, self.optimizer, batches, rate=rate, groups=self.groups, before_update=before_update
+        )
         seconds = time.perf_counter() - begin
         step = before.step + 1
         due = step % config.eval_interval == 0 or step == config.steps
         validation = self.validate() if due else None
         phases = {"data": read - begin, **result.seconds}
+        if saving is not None:
+            phases["checkpoint"] += saving
         if validation is not None:
             phases["validation"] = time.perf_counter() - begin - seconds
         return self._metrics(step, before.tokens, result, rate, seconds, phases, validation)
@@ -131,10 +153,16 @@ class Trainer:
             validation_loss=validation,
         )
 
-    def _any(self, flag: bool) -> bool:
-        """Whether any rank's flag is set, the same answer on all: they must leave the loop at the same step."""
-        mine = torch.tensor([float(flag)], device=self.model.place.device)
-        return bool(all_reduce_sum(mine, self.groups.world).item() > 0)
+    def _ends(self, hooks: Hooks) -> bool:
+        """Whether any rank was asked to stop, the same answer on all: they must leave the loop at the same step.
+
+        Raises, on all, where any rank knows of a checkpoint that has failed: the others come to know it by waiting for theirs.
+        """
+        mine = torch.tensor([float(hooks.stop()), float(hooks.failed())], device=self.model.place.device)
+        stop, failed = all_reduce_sum(mine, self.groups.world).tolist()
+        if failed:
+            hooks.finish()
+        return stop > 0
 
 
 def _shares(counts: list[int]) -> tuple[float, ...]:

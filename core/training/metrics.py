@@ -1,4 +1,5 @@
-"""What a run measures: one line of `metrics.jsonl` a step, the same numbers for TensorBoard, and how to read them back.
+"""What a run measures: one line of `metrics.jsonl` a step and one of `checkpoints.jsonl` a checkpoint, the same numbers for
+TensorBoard, and how to read them back.
 
 Free of torch: the launcher and the report read the same file.
 """
@@ -9,13 +10,14 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 METRICS_FILE = "metrics.jsonl"
+SAVES_FILE = "checkpoints.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
 
 
@@ -26,7 +28,8 @@ class StepMetrics:
     step: counted from one. loss: mean next-token loss of the global batch, nats. tokens: trained on so far, all steps.
     mfu: model FLOP a second over the measured matmul peak, 0 to 1. worst_load: the busiest expert's load over the mean,
     the largest of all layers. expert_load: per MoE layer (canonical name) the share of the routed rows of each expert.
-    seconds: wall time per phase (`data`, `forward_backward`, `optimizer`, …). validation_loss: where it was measured.
+    seconds: wall time per phase (`data`, `forward_backward`, `optimizer`, …); `checkpoint` is what training has stopped for the
+    checkpoint behind the step before. validation_loss: where it was measured.
     """
 
     step: int
@@ -49,8 +52,30 @@ class StepMetrics:
         return {name: _plain(value) for name, value in held.items() if value is not None and value != {}}
 
 
+@dataclass(frozen=True, kw_only=True)
+class SaveMetrics:
+    """What was measured of the checkpoint of `step`: how long it took, and for how much of that training stopped on this rank.
+
+    bytes: of all tensors, on all ranks.
+    """
+
+    step: int
+    seconds: float
+    stalled_seconds: float
+    bytes: int
+
+    @property
+    def sentence(self) -> str:
+        """In words."""
+        return (
+            f"training stopped {self.stalled_seconds:.2f} s for the checkpoint of step {self.step}, "
+            f"which took {self.seconds:.2f} s"
+        )
+
+
 class MetricsWriter:
-    """Appends steps to `metrics.jsonl` and to TensorBoard's event file in `folder`; every line is on disk when it is written.
+    """Appends steps to `metrics.jsonl`, checkpoints to `checkpoints.jsonl`, and both to TensorBoard's event file in `folder`; every
+    line is on disk when it is written.
 
     resume_from_step: the step of the checkpoint that the run continues from (0: from the start, None: a new run). Later
     lines are dropped first, so that the file holds each step once; a torn last line goes the same way.
@@ -62,6 +87,9 @@ class MetricsWriter:
         folder.mkdir(parents=True, exist_ok=True)
         if resume_from_step is not None:
             _truncate(path, resume_from_step)
+            if (folder / SAVES_FILE).exists():
+                _truncate(folder / SAVES_FILE, resume_from_step)
+        self._folder = folder
         self._file = path.open("x" if resume_from_step is None else "a", encoding="utf-8", buffering=1)
         self._events = _EventFile(folder / TENSORBOARD_FOLDER, resume_from_step)
 
@@ -69,6 +97,12 @@ class MetricsWriter:
         """Append one step."""
         self._file.write(json.dumps(metrics.to_json(), allow_nan=False) + "\n")
         self._events.write(metrics)
+
+    def write_save(self, save: SaveMetrics) -> None:
+        """Append one checkpoint."""
+        with (self._folder / SAVES_FILE).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(save), allow_nan=False) + "\n")
+        self._events.write_save(save)
 
     def close(self) -> None:
         """Flush and close both files."""
@@ -89,7 +123,15 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
     A last line that a kill tore in half is left out. Raises ValueError naming the line where another one is damaged.
     """
-    path = path / METRICS_FILE if path.is_dir() else path
+    return _read_lines(path / METRICS_FILE if path.is_dir() else path)
+
+
+def read_saves(run: Path) -> list[SaveMetrics]:
+    """The checkpoints in the checkpoints.jsonl of a run folder, in order; faults as in `read_metrics`."""
+    return [SaveMetrics(**line) for line in _read_lines(run / SAVES_FILE)]
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
@@ -108,7 +150,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def _truncate(path: Path, step: int) -> None:
     """Drop the lines after `step`, through a temporary file: a kill leaves the old file or the new one."""
-    kept = [line for line in read_metrics(path) if line["step"] <= step]
+    kept = [line for line in _read_lines(path) if line["step"] <= step]
     temporary = path.with_suffix(".tmp")
     with temporary.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(line) + "\n" for line in kept)
@@ -139,11 +181,18 @@ class _EventFile:
             self._writer.add_event(Event(step=resume_from_step + 1, session_log=start))
 
     def write(self, metrics: StepMetrics) -> None:
+        self._add(metrics.step, _scalars(metrics))
+
+    def write_save(self, save: SaveMetrics) -> None:
+        named = ("seconds", save.seconds), ("stalled_seconds", save.stalled_seconds), ("bytes", float(save.bytes))
+        self._add(save.step, [(f"checkpoint/{name}", value) for name, value in named])
+
+    def _add(self, step: int, scalars: Iterable[tuple[str, float]]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in _scalars(metrics)]
-        self._writer.add_event(Event(step=metrics.step, wall_time=time.time(), summary=Summary(value=values)))
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars]
+        self._writer.add_event(Event(step=step, wall_time=time.time(), summary=Summary(value=values)))
 
     def close(self) -> None:
         self._writer.close()

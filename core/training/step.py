@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,10 +45,18 @@ class StepResult:
 
 
 def train_step(
-    model: Stage, optimizer: Optimizer, batches: Sequence[TokenBatch], *, rate: float, groups: Groups
+    model: Stage,
+    optimizer: Optimizer,
+    batches: Sequence[TokenBatch],
+    *,
+    rate: float,
+    groups: Groups,
+    before_update: Callable[[], None] | None = None,
 ) -> StepResult:
     """Forward and backward over `batches` (this rank's microbatches), one update at learning rate `rate`, one bias move.
 
+    before_update: called when all gradients are there; until it returns, nothing that a checkpoint has is changed. The time that it
+    takes is the phase `checkpoint`.
     Raises NotFiniteError before the update where the loss or the gradient norm is not a number.
     """
     clock = Clock()
@@ -64,6 +72,9 @@ def train_step(
         norm = optimizer.gradient_norm()
     if not (math.isfinite(norm) and all(math.isfinite(loss) for loss in losses)):
         raise NotFiniteError(_not_finite_message(losses, norm, optimizer.steps))
+    if before_update is not None:
+        with clock.phase("checkpoint"):
+            before_update()
     with clock.phase("optimizer"):
         optimizer.step(rate, norm)
         move_biases(model, counts)

@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ckpt.folders import latest
+from ckpt.asynchronous import AsynchronousSaver
 from ckpt.load import load
-from ckpt.save import save
+from ckpt.save import Saving
+from ckpt.shelf.address import latest
 from core.config.architecture import ExpertBias, ModelConfig
 from core.config.flops import flops_per_token
 from core.config.mapping import ParallelConfig
@@ -97,18 +98,24 @@ class Rig:
     def go(self, start: Progress | None = None, *, stop_after: int | None = None, out: Path | None = None) -> Progress:
         """Train; stop_after: this rank is asked to stop once that many steps are done. out: where checkpoints go."""
 
+        saver = None if out is None else AsynchronousSaver(out, self.groups.checkpoint, Saving(keep=3))
+
         def keep(step: int, tokens: int) -> None:
             self.calls.append(("save", step))
-            if out is not None:
+            if saver is not None:
                 extra = {"step": step, "tokens": tokens}
-                state = training_state(self.model, self.optimizer, self.groups)
-                save(out, step, state, extra, self.groups.world, 3)
+                saver.save(step, training_state(self.model, self.optimizer, self.groups), extra)
 
         def record(metrics: StepMetrics) -> None:
             self.calls.append(("record", metrics.step))
             self.metrics.append(metrics)
 
-        hooks = Hooks(save=keep, record=record, stop=lambda: stop_after is not None and len(self.metrics) >= stop_after)
+        def stop() -> bool:
+            return stop_after is not None and len(self.metrics) >= stop_after
+
+        hooks = Hooks(save=keep, record=record, stop=stop)
+        if saver is not None:
+            hooks = replace(hooks, before_update=saver.before_update, failed=lambda: saver.failed, finish=saver.wait)
         return self.trainer.go(start or Progress(step=0, tokens=0), hooks)
 
     def restore(self, out: Path) -> Progress:

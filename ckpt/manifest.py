@@ -141,19 +141,31 @@ def require_json(value: object, where: str = "extra") -> None:
 
 
 def file_faults(files: Files, manifest: Manifest) -> dict[str, str]:
-    """What is wrong with the files of a checkpoint by their sizes alone: path -> missing, or of another size than was written."""
-    sizes = files.sizes()
+    """What is wrong with the files of a checkpoint by their sizes alone: path -> missing, or of another size than was written.
+
+    An object store may not tell sizes; there, an object is whole or missing.
+    """
+    sizes = _sizes(files)
     faults = {}
     for path, file in manifest.files.items():
         if path not in sizes:
             faults[path] = f"{path} is missing"
-        elif sizes[path] != file.size:
+        elif sizes[path] not in (file.size, None):
             faults[path] = f"{path} has {sizes[path]} bytes instead of {file.size}"
     return faults
 
 
+def _sizes(files: Files) -> Mapping[str, int | None]:
+    try:
+        return files.sizes()
+    except OSError as error:
+        raise CheckpointError(
+            f"{error.filename or files.address}: cannot be read: {error.strerror or error}"
+        ) from error
+
+
 def _why_no_manifest(files: Files) -> str:
-    where, present = files.address, files.sizes()
+    where, present = files.address, _sizes(files)
     if not present:
         return f"{where}: there is no such checkpoint"
     if where.endswith(PARTIAL):

@@ -53,7 +53,8 @@ class Target:
         sizes = self.files.sizes()
         notes = [path for path in sizes if path.startswith(f"{JOURNAL}/") and path != PLAN]
         found = [_read_note(self.files.read(path)) for path in sorted(notes)]
-        return [written for written in found if written and sizes.get(written.path) == written.file.size]
+        # An object store tells no sizes (None); an object is whole or missing.
+        return [written for written in found if written and sizes.get(written.path, -1) in (written.file.size, None)]
 
     def note(self, number: int, written: Written) -> None:
         """Keep that file `number` is finished."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -40,8 +40,8 @@ class Files(Protocol):
         """Make a file of the buffers, on the disk when this returns; its bytes. Takes the next buffer when the last is written."""
         ...
 
-    def sizes(self) -> dict[str, int]:
-        """The bytes of every file, by path; empty where there is nothing."""
+    def sizes(self) -> Mapping[str, int | None]:
+        """Every file by path, with its bytes, or None where a listing does not tell them; empty where there is nothing."""
         ...
 
     def remove(self, path: str) -> None:

@@ -19,8 +19,9 @@ from core.config.difference import config_differences
 from core.config.family import Family, all_families, find_family
 from core.errors import CheckpointError, ConfigError, RequestError
 from core.parallel.groups import one_rank
-from core.state.inventory import inventory
+from core.state.inventory import declared
 from core.state.rules import Choice, Derived, Rule, Shape, choose, match, pieces
+from core.state.spec import TensorSpec
 from core.transformer.stage import build_model
 
 CONFIG = "config.json"
@@ -106,8 +107,13 @@ def family_for(model: ModelConfig, name: str | None) -> Family:
 
 def canonical_shapes(model: ModelConfig) -> dict[str, Shape]:
     """The canonical tensors of the whole model, from its real modules."""
+    return {name: spec.shape for name, spec in canonical_specs(model).items()}
+
+
+def canonical_specs(model: ModelConfig) -> dict[str, TensorSpec]:
+    """What the modules of the whole model say of its tensors, by canonical name."""
     whole = build_model(model, groups=one_rank(), device="meta")
-    return {name: tensor.shape for name, tensor in inventory(whole, one_rank()).items()}
+    return {name: entry.spec for name, entry in declared(whole).items()}
 
 
 def _read_config(folder: Path) -> tuple[str, dict[str, Any]]:
@@ -157,15 +163,15 @@ def _declared_model(folder: Path, family: Family, config: Mapping[str, Any]) -> 
 
 
 def _choose(
-    family: Family, declared: ModelConfig, opened: Folder, mtp: Ahead
+    family: Family, said: ModelConfig, opened: Folder, mtp: Ahead
 ) -> tuple[ModelConfig, dict[str, Shape], Choice]:
     """The model to build, with its prediction modules or without, its tensors, and where these stand in the folder."""
     found = {name: stored.shape for name, stored in opened.tensors.items()}
-    model, ahead, shapes = declared, set[str](), canonical_shapes(declared)
-    if declared.predict_ahead and mtp != "keep":
-        without = replace(declared, predict_ahead=None)
+    model, ahead, shapes = said, set[str](), canonical_shapes(said)
+    if said.predict_ahead and mtp != "keep":
+        without = replace(said, predict_ahead=None)
         fewer = canonical_shapes(without)
-        ahead = _names(family, declared, shapes, found) - _names(family, without, fewer, found)
+        ahead = _names(family, said, shapes, found) - _names(family, without, fewer, found)
         if mtp == "drop" or not ahead & set(found):
             model, shapes = without, fewer
             if mtp != "drop":
@@ -199,7 +205,7 @@ def _sources(rules: Rules, choice: Choice, shapes: Mapping[str, Shape]) -> Itera
         yield name, [piece.name for piece in pieces(choice.forms[name], numbers, shape)]
 
 
-def _changes(family: Family, declared: ModelConfig, loaded: ModelConfig) -> dict[str, Any]:
+def _changes(family: Family, said: ModelConfig, loaded: ModelConfig) -> dict[str, Any]:
     """The fields of config.json by which the loaded model differs from the declared one."""
-    before, after = family.huggingface.write_config(declared), family.huggingface.write_config(loaded)
+    before, after = family.huggingface.write_config(said), family.huggingface.write_config(loaded)
     return {name: value for name, value in after.items() if before.get(name) != value}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +17,13 @@ import torch.distributed as dist
 from ckpt.agree import on_first
 from ckpt.declared import CONFIG, QUANTIZATION, Ahead, canonical_shapes, family_for, open_declared
 from ckpt.float8 import QUANTIZATION as FLOAT8
-from ckpt.gather import Format, Wish, plan_outputs
+from ckpt.gather import Format, Output, Wish, plan_outputs
 from ckpt.shards import Job, KnownScales, Layout, plan_layout, write_files
-from ckpt.store.safetensors import INDEX, Stored, begin, check_free, commit, write_index
+from ckpt.store.safetensors import INDEX, Stored, begin, check_free, commit, index_text
 from ckpt.translate import import_state
 from core.check import check_mapping
 from core.config.architecture import ModelConfig
+from core.config.family import Family
 from core.config.mapping import ParallelConfig
 from core.errors import CheckpointError, RequestError
 from core.parallel.groups import Groups, groups_for, one_rank
@@ -121,13 +122,13 @@ def save_pretrained(
     # Every rank sees the same folder and model, so all of them refuse, or none does.
     check_free(target, overwrite=overwrite)
     chosen = family_for(model.config, family or (origin.family if origin else None))
-    config = chosen.huggingface.write_config(model.config) if origin is None else dict(origin.config)
+    config = new_config(chosen, model.config) if origin is None else dict(origin.config)
     rules, shapes = chosen.huggingface.rules(model.config), canonical_shapes(model.config)
     outputs, held = plan_outputs(model, rules, shapes, wish_of(origin, dtype))
-    layout = plan_layout(outputs, {} if origin is None else origin.stored, shard_bytes)
+    layout = plan_layout(outputs, None if origin is None else _placed(origin, outputs), shard_bytes)
     partial = on_first(world, lambda: begin(target))
     scales = KnownScales(target, {}) if origin is None else KnownScales(origin.folder, origin.stored)
-    kept = origin.metadata if origin is not None and layout.as_stored else dict.fromkeys(layout.files, METADATA)
+    kept = origin.metadata if origin is not None and layout.as_placed else dict.fromkeys(layout.files, METADATA)
     try:
         with closing(scales):
             job = Job(layout=layout, metadata=kept, folder=partial, known=scales.read)
@@ -149,14 +150,18 @@ def wish_of(origin: Origin | None, dtype: Format) -> Wish:
     return Wish(format=dtype) if origin is None else Wish(format=dtype, stored=origin.stored, dtypes=origin.dtypes)
 
 
+def new_config(family: Family, model: ModelConfig) -> dict[str, Any]:
+    """The config.json of a model that came from no folder, its fields in the order of the alphabet."""
+    return dict(sorted(family.huggingface.write_config(model).items()))
+
+
 def config_text(config: Mapping[str, Any], dtype: torch.dtype, *, float8: bool) -> str:
-    """The text of config.json: `config` with the dtype of the first tensor, and with float8 blocks or without them."""
+    """The text of config.json: `config`, in its order, with a dtype, and with float8 blocks or without them."""
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    written = {**config, key: DTYPE_NAMES[dtype]}
-    written.pop(QUANTIZATION, None)
-    if float8:
-        written[QUANTIZATION] = config.get(QUANTIZATION) or FLOAT8
-    return json.dumps(written, indent=2, sort_keys=True) + "\n"
+    written = {**config, key: DTYPE_NAMES[dtype], QUANTIZATION: config.get(QUANTIZATION) or FLOAT8}
+    if not float8:
+        del written[QUANTIZATION]
+    return json.dumps(written, indent=2) + "\n"
 
 
 def _groups(parallel: ParallelConfig, model: ModelConfig) -> Groups:
@@ -168,15 +173,22 @@ def _groups(parallel: ParallelConfig, model: ModelConfig) -> Groups:
     return groups_for(parallel, embedding_stages=layout_of(model, parallel).embedding_stages(model.tied_embeddings))
 
 
+def _placed(origin: Origin, outputs: Sequence[Output]) -> dict[str, str] | None:
+    """The files of the folder that was loaded, if its tensors and what is to be written are of the same dtypes."""
+    forms = {name: (dtype, shape) for output in outputs for name, dtype, shape in output.forms()}
+    same = forms == {name: (tensor.dtype, tensor.shape) for name, tensor in origin.stored.items()}
+    return {name: tensor.file for name, tensor in origin.stored.items()} if same else None
+
+
 def _finish(partial: Path, target: Path, layout: Layout, described: tuple[dict[str, Any], Origin | None]) -> None:
     """The index, config.json and the other files; then the folder takes its place."""
     config, origin = described
     try:
-        if layout.as_stored and origin is not None and origin.index_text is not None:
+        if layout.as_placed and origin is not None and origin.index_text is not None:
             (partial / INDEX).write_text(origin.index_text, encoding="utf-8")
         elif len(layout.files) > 1:
-            write_index(partial / INDEX, layout.placed(), layout.bytes)
-        text = origin.config_text if origin is not None and layout.as_stored else None
+            (partial / INDEX).write_text(index_text(layout.placed(), layout.bytes), encoding="utf-8")
+        text = origin.config_text if origin is not None and layout.as_placed else None
         if text is None:
             plain = [output.dtype for outputs in layout.files.values() for output in outputs if output.scales is None]
             text = config_text(config, plain[0], float8=len(plain) < len(layout.placed()))

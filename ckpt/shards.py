@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch import Tensor
 from ckpt.agree import each
 from ckpt.gather import Held, Output, collect, route
 from ckpt.store.safetensors import Stored, plan_shards, shard_name
-from ckpt.store.tensorfile import TensorFile, TensorWriter, plan_file
+from ckpt.store.tensorfile import FilePlan, TensorFile, TensorWriter, plan_file
 from core.errors import CheckpointError
 from core.parallel.groups import Group
 
@@ -26,12 +26,19 @@ ROUND_BYTES = 1 << 28
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The files of a folder, each with its outputs, one name per output; `bytes` of all tensors. as_stored: all names, dtypes and
-    files are those of the folder that the model came from."""
+    """The files of a folder, each with its outputs, one name per output; `bytes` of all tensors. as_placed: the files are
+    those that were given."""
 
     files: Mapping[str, tuple[Output, ...]]
     bytes: int
-    as_stored: bool
+    as_placed: bool
+
+    def file_bytes(self) -> dict[str, int]:
+        """The bytes of the tensors in each file."""
+        return {
+            file: sum(_bytes(form) for output in outputs for form in output.forms())
+            for file, outputs in self.files.items()
+        }
 
     def placed(self) -> dict[str, str]:
         """The file of every tensor."""
@@ -40,27 +47,34 @@ class Layout:
         }
 
 
-def plan_layout(outputs: Sequence[Output], stored: Mapping[str, Stored], shard_bytes: int | None) -> Layout:
-    """The files of `stored`, the tensors of the folder that the model came from, where these are the same and no size is asked
-    for; else shards of at most `shard_bytes` (None: 5 GB), in the order of the outputs."""
+def plan_layout(outputs: Sequence[Output], placed: Mapping[str, str] | None, shard_bytes: int | None) -> Layout:
+    """Every tensor in the file where `placed` has it, if it has exactly these and no size is asked for; else shards of at most
+    `shard_bytes` (None: 5 GB), in the order of the outputs. Block scales lie beside their numbers."""
     single = {name: replace(output, names=(name,)) for output in outputs for name in output.names}
-    forms = {form[0]: form for output in outputs for form in output.forms()}
-    total = sum(_bytes(form) for form in forms.values())
-    same = {name: (dtype, shape) for name, dtype, shape in forms.values()} == {
-        name: (tensor.dtype, tensor.shape) for name, tensor in stored.items()
-    }
-    apart = any(tensor.scale and stored[tensor.scale].file != tensor.file for tensor in stored.values())
-    if same and not apart and shard_bytes is None:
+    sizes = {name: sum(_bytes(form) for form in output.forms()) for name, output in single.items()}
+    total = sum(sizes.values())
+    if placed is not None and shard_bytes is None and _fits(single.values(), placed):
         files: dict[str, list[Output]] = {}
         for name, output in single.items():
-            files.setdefault(stored[name].file, []).append(output)
-        return Layout(files={file: tuple(found) for file, found in files.items()}, bytes=total, as_stored=True)
-    sizes = [(name, sum(_bytes(form) for form in output.forms())) for name, output in single.items()]
-    shards = plan_shards(sizes, shard_bytes or SHARD_BYTES)
+            files.setdefault(placed[name], []).append(output)
+        return Layout(files={file: tuple(found) for file, found in files.items()}, bytes=total, as_placed=True)
+    shards = plan_shards(list(sizes.items()), shard_bytes or SHARD_BYTES)
     named = {
         shard_name(number, len(shards)): tuple(single[name] for name in shard) for number, shard in enumerate(shards)
     }
-    return Layout(files=named, bytes=total, as_stored=False)
+    return Layout(files=named, bytes=total, as_placed=False)
+
+
+def plan_of(outputs: Iterable[Output], metadata: Mapping[str, str]) -> FilePlan:
+    """The file of some outputs."""
+    forms = {name: (dtype, shape) for output in outputs for name, dtype, shape in output.forms()}
+    return plan_file(forms, metadata)
+
+
+def _fits(outputs: Iterable[Output], placed: Mapping[str, str]) -> bool:
+    """Whether `placed` has all tensors and no other, those of an output in one file."""
+    files = [[placed.get(name) for name, _, _ in output.forms()] for output in outputs]
+    return sum(map(len, files)) == len(placed) and all(len(set(found)) == 1 and found[0] for found in files)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,12 +129,8 @@ class _Writing:
         path = self._job.folder / turn.file
         try:
             if self._writer is None:
-                forms = {
-                    name: (dtype, shape)
-                    for output in self._job.layout.files[turn.file]
-                    for name, dtype, shape in output.forms()
-                }
-                self._writer = TensorWriter(path, plan_file(forms, self._job.metadata[turn.file]))
+                outputs = self._job.layout.files[turn.file]
+                self._writer = TensorWriter(path, plan_of(outputs, self._job.metadata[turn.file]))
             while arrived:
                 output, data = arrived.pop(0)
                 known = None if output.scales is None else self._job.known(output.published.name)
@@ -174,9 +184,7 @@ class KnownScales:
 
 def _writers(layout: Layout, ranks: int) -> list[list[str]]:
     """The files that each rank writes: the largest first, each by the rank with the fewest bytes so far."""
-    sizes = {
-        file: sum(_bytes(f) for output in outputs for f in output.forms()) for file, outputs in layout.files.items()
-    }
+    sizes = layout.file_bytes()
     load, mine = [0] * ranks, [list[str]() for _ in range(ranks)]
     for file in sorted(sizes, key=lambda file: -sizes[file]):
         rank = load.index(min(load))

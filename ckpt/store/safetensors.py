@@ -102,10 +102,10 @@ def shard_name(number: int, count: int) -> str:
     return SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
-def write_index(path: Path, files: Mapping[str, str], total_bytes: int) -> None:
+def index_text(files: Mapping[str, str], total_bytes: int) -> str:
     """The index that says which file holds each tensor (`files`: by tensor name)."""
     index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(files.items()))}
-    path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return json.dumps(index, indent=2) + "\n"
 
 
 def check_free(target: Path, *, overwrite: bool) -> None:

@@ -19,10 +19,10 @@ from ckpt.store.safetensors import (
     begin,
     check_free,
     commit,
+    index_text,
     open_folder,
     plan_shards,
     shard_name,
-    write_index,
 )
 from core.errors import CheckpointError, RequestError
 from core.state.box import Box
@@ -37,7 +37,9 @@ def float8_folder(folder: Path) -> np.ndarray:
     scale = torch.rand(2, 3, generator=generator) + 0.5
     save_file({"w": weight, "plain": torch.arange(6.0)}, folder / "a.safetensors")
     save_file({"w_scale_inv": scale}, folder / "b.safetensors")
-    write_index(folder / INDEX, {"w": "a.safetensors", "plain": "a.safetensors", "w_scale_inv": "b.safetensors"}, 0)
+    (folder / INDEX).write_text(
+        index_text({"w": "a.safetensors", "plain": "a.safetensors", "w_scale_inv": "b.safetensors"}, 0)
+    )
     blocks = np.kron(scale.numpy().astype(np.float64), np.ones((128, 128)))[:ROWS, :COLUMNS]
     return weight.float().numpy().astype(np.float64) * blocks
 
@@ -99,7 +101,7 @@ def test_every_damage_of_a_folder_is_named_at_once(tmp_path: Path) -> None:
         "d": "1.safetensors",
         "e": "4.safetensors",
     }
-    write_index(tmp_path / INDEX, placed, 0)
+    (tmp_path / INDEX).write_text(index_text(placed, 0))
     with pytest.raises(CheckpointError) as raised:
         open_folder(tmp_path).__enter__()
     message = str(raised.value)
@@ -122,7 +124,7 @@ def test_an_index_that_is_none_is_an_error(tmp_path: Path, text: str) -> None:
 
 
 def test_an_index_may_not_lead_out_of_its_folder(tmp_path: Path) -> None:
-    write_index(tmp_path / INDEX, {"a": "../secret.safetensors"}, 0)
+    (tmp_path / INDEX).write_text(index_text({"a": "../secret.safetensors"}, 0))
     with pytest.raises(CheckpointError, match="names files outside its folder"):
         open_folder(tmp_path).__enter__()
 
@@ -182,7 +184,7 @@ def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_index_names_the_file_of_every_tensor(tmp_path: Path) -> None:
-    write_index(tmp_path / INDEX, {"b": "2", "a": "1"}, 12)
+    (tmp_path / INDEX).write_text(index_text({"b": "2", "a": "1"}, 12))
     assert json.loads((tmp_path / INDEX).read_text()) == {
         "metadata": {"total_size": 12},
         "weight_map": {"a": "1", "b": "2"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -124,7 +125,16 @@ def write_share(partial: str, planned: Planned, tensors: tuple[ShardedTensor, ..
     """Write this rank's files."""
     files, read = open_files(partial), reader(tensors)
     mine = [file for file in planned.files if file.rank == rank]
-    return [write_file(planned.store, planned.plan, file, planned.codec, read, files.write) for file in mine]
+    with ThreadPoolExecutor(files.writes_at_once) as pool:
+        work = [
+            pool.submit(write_file, planned.store, planned.plan, file, planned.codec, read, files.write) for file in mine
+        ]
+        try:
+            return [one.result() for one in work]
+        except BaseException:
+            # After the first failure nothing more is begun; leaving the pool waits for what is under way.
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def reader(tensors: Iterable[ShardedTensor]) -> Read:

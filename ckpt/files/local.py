@@ -22,6 +22,8 @@ class LocalFiles:
 
     # More readers than cores hide the disk's latency; what they read waits in nobody's memory but its target's.
     reads_at_once = 4
+    # While one file is pushed to the disk the next is filled.
+    writes_at_once = 4
 
     def __init__(self, root: Path) -> None:
         self.root = root

@@ -17,7 +17,7 @@ Buffer = bytes | np.ndarray
 class Files(Protocol):
     """Files below one address, by relative path with '/'. What fails is an OSError; its `filename` is the full path.
 
-    reads_at_once: how many reads under way at the same time are of use.
+    reads_at_once, writes_at_once: how many under way at the same time are of use, and not too much for the memory.
     """
 
     @property
@@ -27,6 +27,9 @@ class Files(Protocol):
 
     @property
     def reads_at_once(self) -> int: ...
+
+    @property
+    def writes_at_once(self) -> int: ...
 
     def read(self, path: str) -> bytes:
         """A whole file. Raises FileNotFoundError where there is none."""

@@ -86,6 +86,8 @@ class RemoteFiles:
 
     # What hides the time of a request over a network.
     reads_at_once = 16
+    # Each is in memory as a whole.
+    writes_at_once = 2
 
     def __init__(self, url: str) -> None:
         """Raises RequestError for a URL that cannot be opened; no server is asked."""

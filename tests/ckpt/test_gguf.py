@@ -23,7 +23,8 @@ from ckpt.dense.gguf_file import open_gguf
 from ckpt.dense.gguf_head import read_head
 from ckpt.dense.source import DenseSource, open_dense
 from ckpt.dense.tokenizer import tokenizer_files
-from ckpt.upcycle import Upcycled, UpcycleOptions
+from ckpt.upcycle import Upcycled
+from ckpt.upcycle_options import UpcycleOptions
 from core.config.architecture import Rope
 from core.data.tokenizer import load_tokenizer
 from core.errors import CheckpointError, RequestError

@@ -17,15 +17,13 @@ from torch import Tensor
 from ckpt.dense.source import DenseSource, open_dense
 from ckpt.huggingface import save_pretrained
 from ckpt.source import Described, Form, Source
-from ckpt.upcycle import (
+from ckpt.upcycle import Upcycled, summary, upcycled_source
+from ckpt.upcycle_options import (
     SharedFromDense,
-    Upcycled,
     UpcycleOptions,
     layers_named,
-    summary,
     upcycle_options_faults,
     upcycled_model,
-    upcycled_source,
 )
 from core.attention.packing import packing_of
 from core.config.architecture import AuxLoss, Dense, ExpertBias, MoE, SharedExperts

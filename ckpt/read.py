@@ -69,15 +69,18 @@ def plan_reads(files: Files, manifest: Manifest, tensors: Sequence[ShardedTensor
 
 
 def damaged(files: Files, manifest: Manifest, wrong: Mapping[str, str]) -> str:
-    """The message for files that are not what they were, as `file_faults` has them: with the tensors that each holds."""
+    """The message for files that are not what they were, as `file_faults` has them: with the tensors that each holds, and who wrote it."""
     holds: dict[str, set[str]] = {path: set() for path in wrong}
+    wrote: dict[str, int] = {}
     for entry in manifest.entries:
-        for block in (block for piece in entry.pieces for block in piece.blocks):
-            if block.file in wrong:
-                holds[block.file].add(entry.name)
+        for piece in entry.pieces:
+            for path in {block.file for block in piece.blocks} & wrong.keys():
+                holds[path].add(entry.name)
+                wrote[path] = piece.rank
     head = f"{files.address}: this checkpoint is damaged; use another one of the same run. Files at fault:"
     lines = [
-        f"  {wrong[path]}" + (f", which holds {some(sorted(n))}" if n else "") for path, n in sorted(holds.items())
+        f"  {wrong[path]}" + (f", which holds {some(sorted(n))} (written by rank {wrote[path]})" if n else "")
+        for path, n in sorted(holds.items())
     ]
     return "\n".join([head, *lines])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -36,6 +36,11 @@ class _Owned:
     block: Block
     tensor: str
     rank: int
+
+
+def bytes_to_verify(checkpoint: Address) -> int:
+    """How much `verify` will read at most. Raises CheckpointError without a readable manifest."""
+    return sum(file.size for file in read_manifest(open_files(checkpoint)).files.values())
 
 
 def verify(checkpoint: Address, progress: Callable[[int], None] | None = None) -> tuple[Damage, ...]:
@@ -78,30 +83,40 @@ def _owned(manifest: Manifest) -> dict[str, list[_Owned]]:
 
 def _file_damage(files: Files, path: str, file: File, owned: list[_Owned]) -> list[Damage]:
     """Read one file from front to end."""
-    damages, around, at = [], 0, 0
+    damages: dict[Damage, None] = {}
+    around, at, unread = 0, 0, ""
+    for one in [*owned, None]:
+        block = one.block if one else None
+        try:
+            around = _around(files, path, at, block.offset if block else file.size, around)
+        except OSError as error:
+            unread = f"cannot be read: {error.strerror or error}"
+        if one and block:
+            at = block.offset + block.size
+            what = _block_damage(files, block)
+            # Of a file that cannot be read, one line for a tensor is enough, however many blocks of it lie there.
+            damages |= {Damage(file=path, what=what, tensor=one.tensor, rank=one.rank): None} if what else {}
+    if unread and not damages:
+        damages[Damage(file=path, what=unread)] = None
+    elif not unread and around != file.crc32c:
+        damages[Damage(file=path, what="is not what was written in the bytes that describe its content")] = None
+    return list(damages)
+
+
+def _block_damage(files: Files, block: Block) -> str | None:
     try:
-        for one in owned:
-            around, at = _around(files, path, at, one.block.offset, around), one.block.offset + one.block.size
-            if crc32c(_bytes(files, path, one.block.offset, one.block.size)) != one.block.crc32c:
-                what = f"is not what was written in its {one.block.size} bytes from byte {one.block.offset}"
-                damages.append(Damage(file=path, what=what, tensor=one.tensor, rank=one.rank))
-        if _around(files, path, at, file.size, around) != file.crc32c:
-            damages.append(Damage(file=path, what="is not what was written in the bytes that describe its content"))
+        if crc32c(_bytes(files, block.file, block.offset, block.size)) == block.crc32c:
+            return None
     except OSError as error:
-        damages.append(Damage(file=path, what=f"cannot be read: {error.strerror or error}"))
-    return damages
+        return f"cannot be read: {error.strerror or error}"
+    return f"is not what was written in its {block.size} bytes from byte {block.offset}"
 
 
 def _around(files: Files, path: str, start: int, stop: int, before: int) -> int:
     """The checksum of all bytes around blocks up to `stop`, where `before` is that up to `start`."""
-    for content in _parts(files, path, start, stop):
-        before = crc32c(content, before)
-    return before
-
-
-def _parts(files: Files, path: str, start: int, stop: int) -> Iterator[np.ndarray]:
     for at in range(start, stop, PART_BYTES):
-        yield _bytes(files, path, at, min(PART_BYTES, stop - at))
+        before = crc32c(_bytes(files, path, at, min(PART_BYTES, stop - at)), before)
+    return before
 
 
 def _bytes(files: Files, path: str, offset: int, size: int) -> np.ndarray:

@@ -112,10 +112,10 @@ class LocalShelf:
                 continue
             try:
                 manifest = read_manifest(LocalFiles(folder))
+                faults = file_faults(LocalFiles(folder), manifest)
             except CheckpointError as error:
                 incomplete.append(str(error))
                 continue
-            faults = file_faults(LocalFiles(folder), manifest)
             if faults:
                 incomplete.append(f"{folder}: damaged, {next(iter(faults.values()))}")
             else:

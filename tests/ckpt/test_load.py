@@ -288,7 +288,7 @@ def test_a_missing_or_truncated_file_is_found_before_anything_is_read(checkpoint
     path.write_bytes(path.read_bytes()[:-1]) if cut_short else path.unlink()
     message = refusal(checkpoint, wanted())
     said = "has 139 bytes instead of 140" if cut_short else "is missing"
-    assert message.splitlines()[1:] == [f"  {HIT} {said}, which holds hit"]
+    assert message.splitlines()[1:] == [f"  {HIT} {said}, which holds hit (written by rank 1)"]
     assert str(checkpoint) in message
     assert [(d.tensor, d.rank, d.file) for d in verify(checkpoint)] == [("hit", 1, HIT)]
     # Who needs nothing of it is not kept from its own.

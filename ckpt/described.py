@@ -37,12 +37,14 @@ def extra_of(described: Described) -> dict[str, Any]:
     return {MODEL: {"family": described.family, "config": to_json(described.model), "published": published}}
 
 
-def assets_of(described: Described | None) -> dict[str, bytes]:
-    """The files that belong to the model, by path in the checkpoint."""
-    return {} if described is None else {f"{ASSETS}{name}": content for name, content in described.assets.items()}
-
-
 def mapping_of(extra: Mapping[str, Any]) -> ParallelConfig | None:
     """The mapping for whose ranks the pieces were cut, where anything says so."""
     said = extra.get(MAPPING) or extra.get(RUN, {}).get("parallel")
     return None if said is None else from_json(ParallelConfig, said, MAPPING)
+
+
+def mapping_text(parallel: ParallelConfig) -> str:
+    """The settings of a mapping that are not as they are without any."""
+    plain = to_json(ParallelConfig())
+    changed = {name: value for name, value in to_json(parallel).items() if plain[name] != value}
+    return " ".join(f"{name}={value}" for name, value in changed.items()) or "one rank that holds everything"

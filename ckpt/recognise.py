@@ -12,6 +12,7 @@ from ckpt.files.address import is_remote, open_files
 from ckpt.files.protocol import Address
 from ckpt.manifest import MANIFEST, PARTIAL
 from ckpt.shelf.address import latest
+from core.config.family import all_families
 from core.errors import CheckpointError, RequestError
 
 CONFIG = "config.json"
@@ -54,11 +55,38 @@ def recognise(address: Address) -> Found:
             raise CheckpointError(f"{where}: this checkpoint is half-written. Use another one of the same run.")
         return Found(kind="checkpoint", address=where)
     if "checkpoints" in names or RUN_FILE in names:
-        newest = latest(address)
+        shelf = _shelf_of(where) if RUN_FILE in names and not is_remote(address) else where
+        newest = latest(shelf)
         if newest is None:
-            raise CheckpointError(f"{where}: this run has no complete checkpoint. Train on, or give another run.")
+            raise CheckpointError(f"{shelf}: this run has no complete checkpoint. Train on, or give another run.")
         return Found(kind="checkpoint", address=newest, run=where)
     return Found(kind=_other(where, names), address=where)
+
+
+def _shelf_of(run: str) -> str:
+    """Where the run in a folder keeps its checkpoints: what its run.json says, or in the folder itself."""
+    path = Path(run) / RUN_FILE
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))["run"]["checkpoint"].get("address") or run
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: is damaged: {error!r}. Give one of the run's checkpoints instead.") from error
+
+
+def model_type_of(folder: Path) -> str:
+    """What a published folder calls its architecture. Raises CheckpointError where its config.json says nothing."""
+    path = folder / CONFIG
+    try:
+        return str(json.loads(path.read_text(encoding="utf-8"))["model_type"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path}: does not say which model it is of, in a field model_type: {error!r}."
+        ) from error
+
+
+def family_of(folder: Path) -> str | None:
+    """The family of the zoo whose published folders are like this one, None for any other model."""
+    model_type = model_type_of(folder)
+    return next((family.name for family in all_families() if family.model_type == model_type), None)
 
 
 def _file(path: Path) -> Found:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from ckpt.agree import on_first, together
 from ckpt.blocks import crc32c
+from ckpt.described import ASSETS
 from ckpt.files.address import open_files
 from ckpt.files.protocol import Address
 from ckpt.host import dtype_name, to_numpy
@@ -33,11 +34,15 @@ BYTES_PER_FILE = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """How checkpoints are written. store: zarr or torch_dist. codec: raw or zstd. keep: how many of a run are kept."""
+    """How checkpoints are written. store: zarr or torch_dist. codec: raw or zstd. keep: how many of a run are kept.
+
+    assets: files that go with the model, such as its tokenizer, by name; every checkpoint has them, those of the first rank.
+    """
 
     store: str = "zarr"
     codec: Codec = "raw"
     keep: int = 2
+    assets: Mapping[str, bytes] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +53,13 @@ class Planned:
     files: tuple[OutFile, ...]
     store: Store
     codec: Codec
+    assets: Mapping[str, bytes] = field(default_factory=dict, repr=False)
 
     @property
     def bytes(self) -> int:
         """What it takes on the disk, generously."""
-        return self.plan.bytes + BYTES_PER_FILE * (4 + 2 * len(self.files))
+        beside = sum(len(content) for content in self.assets.values())
+        return self.plan.bytes + beside + BYTES_PER_FILE * (4 + 2 * len(self.files) + len(self.assets))
 
 
 def save(
@@ -84,7 +91,7 @@ def agree(
     held = together(world, lambda: checked(tensors, extra, step, saving))
     plan = plan_save(held)
     store = find_store(saving.store)
-    return Planned(plan=plan, files=store.lay_out(plan), store=store, codec=saving.codec)
+    return Planned(plan=plan, files=store.lay_out(plan), store=store, codec=saving.codec, assets=saving.assets)
 
 
 def carry_out(
@@ -127,7 +134,8 @@ def write_share(partial: str, planned: Planned, tensors: tuple[ShardedTensor, ..
     mine = [file for file in planned.files if file.rank == rank]
     with ThreadPoolExecutor(files.writes_at_once) as pool:
         work = [
-            pool.submit(write_file, planned.store, planned.plan, file, planned.codec, read, files.write) for file in mine
+            pool.submit(write_file, planned.store, planned.plan, file, planned.codec, read, files.write)
+            for file in mine
         ]
         try:
             return [one.result() for one in work]
@@ -172,9 +180,8 @@ def finish(
     planned: Planned,
     written: list[Written],
     extra: Mapping[str, Any],
-    assets: Mapping[str, bytes] | None = None,
 ) -> Manifest:
-    """Write what other programs need beside the data, and the `assets`; the manifest of it all, which is not written yet."""
+    """Write what other programs need beside the data, and the assets; the manifest of it all, which is not written yet."""
     manifest = Manifest(
         step=step,
         sequence=sequence,
@@ -184,7 +191,10 @@ def finish(
         entries=entries_of(planned.plan, written),
         extra=extra,
     )
-    described = {**planned.store.describe(manifest), **(assets or {})}
+    described = {
+        **planned.store.describe(manifest),
+        **{f"{ASSETS}{name}": content for name, content in planned.assets.items()},
+    }
     files = open_files(partial)
     for path, content in described.items():
         files.write(path, [content])

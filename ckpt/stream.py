@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt.ahead import ahead
-from ckpt.described import ASSETS
 from ckpt.dtype import item_bytes
 from ckpt.files.address import open_files
 from ckpt.files.protocol import Address, Buffer
@@ -21,7 +20,7 @@ from ckpt.source import Source
 from ckpt.store.find import find_store
 from ckpt.store.protocol import Written, write_file
 from ckpt.target import Target
-from ckpt.workers import share_out
+from ckpt.workers import share_out, shares
 from core.errors import CheckpointError, RequestError
 from core.state.box import Box
 
@@ -111,7 +110,7 @@ def plan_job(job: Job) -> Planned:
     require_json(job.extra)
     total = sum(held.bytes for rank in job.held for held in rank if held.copy == 0)
     plan = plan_save(job.held, min(PIECE_BYTES, max(LEAST_PIECE_BYTES, total // FILES_OF_A_LARGE_ONE)))
-    return Planned(plan=plan, files=store.lay_out(plan), store=store, codec=streaming.codec)
+    return Planned(plan=plan, files=store.lay_out(plan), store=store, codec=streaming.codec, assets=job.assets)
 
 
 def file_bytes(planned: Planned) -> dict[str, int]:
@@ -148,10 +147,11 @@ def _write_into(target: Target, job: Job, planned: Planned, progress: Progress |
     if job.streaming.workers == 1 or len(todo) < 2:
         write(todo, account.take)
     else:
-        share_out(write, _shares(planned, todo, job.streaming.workers), account.take, str(job.target))
+        sizes = file_bytes(planned)
+        dealt = shares([sizes[planned.files[n].path] for n in todo], job.streaming.workers)
+        share_out(write, [[todo[i] for i in share] for share in dealt], account.take, str(job.target))
     in_order = [account.finished[file.path] for file in planned.files]
-    assets = {f"{ASSETS}{name}": content for name, content in job.assets.items()}
-    target.commit(finish(target.files.address, job.step, 1, planned, in_order, job.extra, assets))
+    target.commit(finish(target.files.address, job.step, 1, planned, in_order, job.extra))
     return str(target.address)
 
 
@@ -214,18 +214,6 @@ def _told(buffers: Iterator[Buffer], say: Callable[[int], None]) -> Iterator[Buf
             say(taken)
             taken = 0
     say(taken)
-
-
-def _shares(planned: Planned, todo: list[int], workers: int) -> list[list[int]]:
-    """The files of each worker, about as many bytes each."""
-    sizes = file_bytes(planned)
-    shares: list[list[int]] = [[] for _ in range(min(workers, len(todo)))]
-    load = [0] * len(shares)
-    for number in sorted(todo, key=lambda n: -sizes[planned.files[n].path]):
-        least = load.index(min(load))
-        shares[least].append(number)
-        load[least] += sizes[planned.files[number].path]
-    return [sorted(share) for share in shares]
 
 
 def _fingerprint(job: Job, planned: Planned) -> str:

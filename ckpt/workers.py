@@ -43,6 +43,17 @@ def share_out(work: Work, shares: Sequence[Sequence[int]], hear: Callable[[Any],
             process.join()
 
 
+def shares(sizes: Sequence[int], workers: int) -> list[list[int]]:
+    """The numbers of all things, dealt to at most `workers` shares of about equal size, the largest first; in each they ascend."""
+    dealt: list[list[int]] = [[] for _ in range(max(1, min(workers, len(sizes))))]
+    load = [0] * len(dealt)
+    for number in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
+        least = load.index(min(load))
+        dealt[least].append(number)
+        load[least] += sizes[number]
+    return [sorted(share) for share in dealt]
+
+
 def _hear_all(ends: list[Connection], hear: Callable[[Any], None], what: str) -> None:
     """Hear the workers until each has said that it is done."""
     while ends:

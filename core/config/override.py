@@ -11,7 +11,7 @@ import math
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from core.config.architecture import Dense, Layer, ModelConfig, MoE
 from core.config.run import RunConfig
@@ -19,6 +19,7 @@ from core.errors import ConfigError, Fault
 
 SECTIONS = ("model", "parallel", "train", "optimizer", "data", "precision", "checkpoint")
 NUM_LAYERS = "model.num_layers"
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +74,20 @@ def override(run: RunConfig, assignments: Sequence[Assignment]) -> tuple[RunConf
         except ConfigError as error:
             faults.extend(error.faults)
     return run, tuple(faults)
+
+
+def override_section(section: str, value: Value, assignments: Sequence[Assignment]) -> tuple[Value, tuple[Fault, ...]]:
+    """As `override`, for one section of a run that is had alone: `parallel` and a ParallelConfig."""
+    faults = list(_conflicts(assignments))
+    for item in assignments:
+        known = dict(_leaves(section, value))
+        try:
+            if item.key not in known:
+                raise ConfigError([_unknown(item, known, (section,))])
+            value = _assign(value, item.key.split(".")[1:], item)
+        except ConfigError as error:
+            faults.extend(error.faults)
+    return value, tuple(faults)
 
 
 def settings(run: RunConfig) -> dict[str, Any]:
@@ -136,16 +151,16 @@ def _apply(run: RunConfig, item: Assignment) -> RunConfig:
     return replace(run, **{section: _assign(getattr(run, section), path, item)})
 
 
-def _unknown(item: Assignment, known: dict[str, Any]) -> Fault:
+def _unknown(item: Assignment, known: dict[str, Any], sections: Sequence[str] = SECTIONS) -> Fault:
     """The fault of a key that is not there, with the closest ones and all keys of its section."""
     section = item.key.split(".")[0]
     close = difflib.get_close_matches(item.key, known, n=2, cutoff=0.7)
     close = close or [key for key in known if key.rsplit(".", 1)[-1] == item.key.rsplit(".", 1)[-1]][:2]
     hint = f" (did you mean {' or '.join(close)}?)" if close else ""
-    if section not in SECTIONS:
-        near = difflib.get_close_matches(section, SECTIONS, n=1)
+    if section not in sections:
+        near = difflib.get_close_matches(section, sections, n=1)
         hint = hint or (f" (did you mean {near[0]}.…?)" if near else "")
-        rule, works = f"is in no section{hint}", ", ".join(f"{name}.…" for name in SECTIONS)
+        rule, works = f"is in no section{hint}", ", ".join(f"{name}.…" for name in sections)
     else:
         rule = f"is not a setting of this run's {section}{hint}"
         works = ", ".join(key for key in known if key.startswith(f"{section}."))

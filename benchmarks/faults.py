@@ -32,6 +32,7 @@ import torch
 from ckpt.files.local import LocalFiles
 from ckpt.save import Saving, save
 from core.errors import CheckpointError
+from core.state.box import whole
 from tests.ckpt.harm import (
     ALONE,
     DAMAGES,
@@ -43,10 +44,10 @@ from tests.ckpt.harm import (
     harmed,
     hit_by,
     refusal,
-    targets_for,
     truth_of,
     two_checkpoints,
 )
+from tests.ckpt.pieces import piece, random_bits
 
 ROOT = Path(__file__).resolve().parent.parent
 MOST_SECONDS = 60.0
@@ -89,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             run(row, times, random.Random(f"{asked.seed} {kind}"), Path(folder))
         named = "-" if row.named is None else f"{row.named} of {row.times}"
         loads = f"{row.loads} of {row.times}"
-        print(f"{kind:<36}{row.times:>6}  {loads:>12}  {named:>9}  {row.longest:>6.2f} s", flush=True)
+        print(f"{row.kind:<36}{row.times:>6}  {loads:>12}  {named:>9}  {row.longest:>6.2f} s", flush=True)
         rows.append(row)
     missed = [row for row in rows if not row.passed]
     for row in missed:
@@ -160,7 +161,8 @@ def full_disk(row: Row, times: int, chance: random.Random, folder: Path) -> None
 
 def _fill_and_save(folder: Path, run: Path, saving: Saving, chance: random.Random, *, on_small_disk: bool) -> str:
     """What a save says that has not enough room, whether or not it was told so beforehand."""
-    state = targets_for(truth_of(3) | {"model.more": torch.ones(10_000)})
+    truth = truth_of(3) | {"model.more": random_bits("more", (10_000,), torch.float32)}
+    state = [piece(name, tensor, whole(tuple(tensor.shape))) for name, tensor in truth.items()]
     ballast, old = folder / "ballast", resource.getrlimit(resource.RLIMIT_FSIZE)
     with pytest.MonkeyPatch.context() as patch:
         if chance.random() < 0.7:  # as if someone else takes the room after it was looked at

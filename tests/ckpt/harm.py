@@ -27,6 +27,7 @@ from core.state.sharded import ShardedTensor
 from tests.ckpt.pieces import Rank, bits, cut, joined, make_small, piece, poisoned, random_bits, save_as_ranks
 
 ALONE = one_rank().world
+NOBODY: set[tuple[str | None, int | None]] = {(None, None)}
 Harm = Callable[[Path, random.Random], int | None]
 
 
@@ -187,7 +188,7 @@ def check_said(two: Two, path: str, at: int | None) -> None:
     hit = hit_by(two, path, at)
     damages = verify(two.newer)
     assert {damage.file for damage in damages} == {path}
-    assert {(damage.tensor, damage.rank) for damage in damages} == (hit or {(None, None)})
+    assert {(damage.tensor, damage.rank) for damage in damages} == (hit or NOBODY)
     newest = latest(two.run)
     assert newest == (two.older if at is None else two.newer)
     if not hit:

@@ -245,9 +245,13 @@ def main(run: str, how: str, *numbers: str) -> int:
     torch.set_num_threads(1)
     # As large states are: several ranks write each tensor, in files of their own.
     make_small(pytest.MonkeyPatch(), block_bytes=512, own_file_bytes=1024, share_bytes=1024)
-    do = {"changes": kill_before_each_change, "random": kill_at_random, "two": save_at_once}[how]
+    ways: dict[str, Callable[..., None]] = {
+        "changes": kill_before_each_change,
+        "random": kill_at_random,
+        "two": save_at_once,
+    }
     try:
-        do(Path(run), *map(int, numbers))
+        ways[how](Path(run), *map(int, numbers))
     except (RuntimeError, TimeoutError) as error:
         print(error, file=sys.stderr)
         return 1

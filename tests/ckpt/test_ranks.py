@@ -60,12 +60,12 @@ def load_under(rank: int, world: int, folder: str, ep: int) -> int:
     return extra["saved_at_ep"]
 
 
-def save_with_failing_rank(rank: int, world: int, run: Path) -> str:
-    """Rank 1 may write no file over 100 bytes, as if its disk were full: what each rank is told."""
+def save_with_failing_rank(rank: int, world: int, run: Path, failing: int) -> str:
+    """One rank may write no file over 4 bytes, as if its disk were full: what each rank is told."""
     tensors, group = pieces(2, poison=False)
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if rank == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100, old[1]))
+    if rank == failing:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4, old[1]))
     try:
         save(run, 2, tensors, {}, group, Saving(keep=1))
     except CheckpointError as error:
@@ -106,12 +106,16 @@ def test_copies_are_written_once_and_by_more_than_the_first_rank(ranks: Ranks, t
     assert len({rank for found in writers.values() for rank in found}) >= 3
 
 
-def test_one_rank_that_cannot_write_fails_all_and_leaves_the_older_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
-    folder = ranks.run(save_under, 2, tmp_path, 2, 1)[0]
-    messages = ranks.run(save_with_failing_rank, 2, tmp_path)
+@pytest.mark.parametrize(("world", "failing"), [(2, 1), (4, 0), (4, 3)])
+def test_one_rank_that_cannot_write_fails_all_and_leaves_the_older_checkpoint(
+    ranks: Ranks, tmp_path: Path, world: int, failing: int
+) -> None:
+    folder = ranks.run(save_under, world, tmp_path, 2, 1)[0]
+    messages = ranks.run(save_with_failing_rank, world, tmp_path, failing)
     # The first line tells the free bytes, which others change while the ranks ask.
-    assert messages[0].splitlines()[1:] == messages[1].splitlines()[1:]
-    assert "rank 1: " in messages[0] and "File too large" in messages[0] and "bytes" in messages[0]
+    assert len({tuple(message.splitlines()[1:]) for message in messages}) == 1
+    assert f"rank {failing}: " in messages[0] and "File too large" in messages[0]
+    assert f"pieces/{failing:05d}." in messages[0], "the file is named"
     assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*")) == ["step_00000001"]
     assert ranks.run(load_under, 2, folder, 1) == [2, 2]
 

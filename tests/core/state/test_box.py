@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import re
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -52,6 +56,52 @@ def test_boxes_tile_a_target_exactly_if_each_element_is_counted_once(
         pieces.append(data.draw(boxes_in(shape)))
     exact = np.array_equal(marks(shape, [target]), marks(shape, pieces))
     assert (tiling_fault(target, pieces) is None) == exact
+
+
+@given(st.data(), shapes)
+def test_sharing_does_not_depend_on_order_or_grouping(data: st.DataObject, shape: tuple[int, ...]) -> None:
+    a, b, c = (data.draw(boxes_in(shape)) for _ in range(3))
+    assert intersect(a, b) == intersect(b, a)
+    assert intersect(a, a) == (a if a.elements else None)
+    left, right = intersect(a, b), intersect(b, c)
+    assert (left and intersect(left, c)) == (right and intersect(a, right))
+
+
+@given(st.data(), shapes)
+def test_what_two_tilings_share_is_a_tiling_again(data: st.DataObject, shape: tuple[int, ...]) -> None:
+    """Why any mapping can read what any other wrote: each piece of one is tiled by what it shares with those of the other."""
+    target = data.draw(boxes_in(shape))
+    written, wanted = split(target, data.draw), split(target, data.draw)
+    for piece in wanted:
+        shared = [found for box in written if (found := intersect(box, piece))]
+        assert tiling_fault(piece, shared) is None
+    assert tiling_fault(target, [f for a in written for b in wanted if (f := intersect(a, b))]) is None
+
+
+@given(st.data(), shapes)
+def test_a_fault_of_a_tiling_names_an_element_that_is_held_as_often_as_it_says(
+    data: st.DataObject, shape: tuple[int, ...]
+) -> None:
+    target, boxes = whole(shape), data.draw(st.lists(boxes_in(shape), max_size=4))
+    fault = tiling_fault(target, boxes)
+    counts = marks(shape, boxes)
+    if fault is None:
+        assert (counts == 1).all()
+        return
+    said = re.fullmatch(r"the element at (\(.*\)) is held (?:(by no piece)|(\d+) times)", fault)
+    assert said is not None
+    assert counts[ast.literal_eval(said[1])] == (0 if said[2] else int(said[3]))
+
+
+@given(st.data(), shapes, st.lists(st.integers(-9, 9), min_size=4, max_size=4))
+def test_shifting_moves_boxes_and_what_they_share_alike(
+    data: st.DataObject, shape: tuple[int, ...], by: list[int]
+) -> None:
+    a, b = data.draw(boxes_in(shape)), data.draw(boxes_in(shape))
+    origin = tuple(by[: len(shape)])
+    shared, moved = intersect(a, b), intersect(shifted(a, origin), shifted(b, origin))
+    assert moved == (shared and shifted(shared, origin))
+    assert shifted(shifted(a, origin), tuple(-o for o in origin)) == a
 
 
 def split(box: Box, draw: st.DrawFn) -> list[Box]:
@@ -124,6 +174,25 @@ def test_a_flat_range_is_few_boxes_that_hold_its_elements_once_in_order(
         assert np.array_equal(named, piece[number : number + inner.elements].reshape(inner.shape))
     assert following == stop or (start == stop and not found)
     assert len(found) <= max(1, 2 * len(shape) - 1)
+
+
+@given(st.data(), st.lists(st.integers(1, 5), max_size=4).map(tuple), st.integers(1, 6))
+def test_flat_shards_of_any_ranks_tile_the_piece_and_each_box_is_contiguous_in_it(
+    data: st.DataObject, shape: tuple[int, ...], ranks: int
+) -> None:
+    """As ZeRO-1 deals out a buffer: the ranges of the ranks lie one behind the other, wherever they are cut."""
+    box = Box(offset=tuple(data.draw(st.integers(0, 3)) for _ in shape), shape=shape)
+    ends = sorted(data.draw(st.integers(0, box.elements)) for _ in range(ranks - 1))
+    boxes = [
+        (inner, number)
+        for low, high in pairwise([0, *ends, box.elements])
+        for inner, number in flat_boxes(box, low, high)
+    ]
+    assert tiling_fault(box, [inner for inner, _ in boxes]) is None
+    numbers = np.arange(box.elements).reshape(shape)
+    for inner, number in boxes:
+        inside = numbers[shifted(inner, box.offset).slices].ravel()
+        assert np.array_equal(inside, np.arange(number, number + inner.elements))
 
 
 def test_flat_ranges_that_end_at_rows_are_single_boxes_and_others_have_ragged_ends() -> None:

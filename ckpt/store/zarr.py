@@ -22,8 +22,8 @@ from ckpt.manifest import Codec, Entry, Manifest, Piece
 from ckpt.plan import PIECE_BYTES, Plan, Write
 from ckpt.store.protocol import OutFile, Read, Tape
 
-# A piece smaller than this gets no file of its own.
-SMALL_BYTES = 64 << 10
+# A piece smaller than this gets no file of its own: a large model has tens of thousands of such pieces.
+SMALL_BYTES = 1 << 20
 TENSORS, PIECES = "tensors", "pieces"
 _CRC: dict[str, Any] = {"name": "crc32c"}
 _BYTES: dict[str, Any] = {"name": "bytes", "configuration": {"endian": "little"}}
@@ -132,9 +132,16 @@ def _described(
         "data_type": _DECLARED.get(dtype, dtype),
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(chunk)}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
-        "fill_value": False if dtype == "bool" else 0.0 if "float" in dtype and dtype not in _DECLARED else 0,
+        "fill_value": _fill(dtype),
         "codecs": codecs,
     }
+
+
+def _fill(dtype: str) -> bool | int | str:
+    """What others find where a file is missing: NaN, in a type that has it. (We find an error.)"""
+    if dtype in _DECLARED:
+        return (1 << 8 * item_bytes(dtype)) - 1  # all bits set
+    return False if dtype == "bool" else "NaN" if "float" in dtype else 0
 
 
 def _tensor(entry: Entry, piece: Piece, codec: Codec) -> dict[str, Any]:

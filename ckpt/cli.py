@@ -18,7 +18,7 @@ Exit codes: 0 done (diff: equal), 1 damaged, failed (diff: different), 2 the req
 What is killed can be run again: it goes on where it stopped.
 
 \b
-  ckpt inspect runs/mixtral                       what is in the latest checkpoint of a run
+  ckpt inspect runs/a                             what is in the latest checkpoint of a run
   ckpt diff runs/a runs/b --model-only
   ckpt reshard runs/a ready/ --set parallel.tp=4 --set parallel.ep=8
   ckpt convert hf_folder/ start/ --to zarr --memory 1GiB

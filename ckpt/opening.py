@@ -14,7 +14,6 @@ from ckpt.manifest import Manifest
 from ckpt.published import PublishedSource
 from ckpt.recognise import Found, family_of, identity, model_type_of, recognise
 from ckpt.source import Source
-from ckpt.store.torch_folder import manifest_of_torch_dist
 from ckpt.stored import CheckpointSource
 from ckpt.stream import Opener
 from core.config.family import all_families
@@ -47,6 +46,9 @@ def open_any(address: Address, mtp: Ahead = "as_stored") -> Opened:
         opener = partial(CheckpointSource, found.address, source.manifest)
         return Opened(found=found, source=source, opener=opener, identity=told, manifest=source.manifest)
     if found.kind == "torch_dist":
+        # torch's distributed checkpoints take more than a second to import, which nobody else should wait for.
+        from ckpt.store.torch_folder import manifest_of_torch_dist
+
         manifest = manifest_of_torch_dist(open_files(found.address))
         foreign = partial(CheckpointSource, found.address, manifest)
         return Opened(found=found, source=foreign(), opener=foreign, identity=told, manifest=manifest)

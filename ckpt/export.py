@@ -11,6 +11,7 @@ from ckpt.declared import canonical_shapes, family_for
 from ckpt.gather import Format, Output, collect, plan_outputs, route
 from ckpt.huggingface import origin_of, wish_of
 from ckpt.store.safetensors import plan_shards
+from core.errors import RequestError
 from core.transformer.stage import Stage
 
 BUCKET_BYTES = 1 << 28
@@ -36,9 +37,11 @@ def export_weights(
     is not trained, such as the router's expert bias, stays as it is: float32. to: the position in the world of the one rank
     that gets the tensors, the others get empty buckets; None for all. family: as for `save_pretrained`.
 
-    Raises RequestError where the family cannot express the model.
+    The model has to stay as it is until the last bucket. Raises RequestError where the family cannot express the model.
     """
     world, place = model.place.groups.world, model.place
+    if to is not None and to not in range(world.size):
+        raise RequestError(f"to={to}: is no rank of a world of {world.size}. Works: 0 to {world.size - 1}, or None.")
     origin = origin_of(model)
     chosen = family_for(model.config, family or (origin.family if origin else None))
     rules, shapes = chosen.huggingface.rules(model.config), canonical_shapes(model.config)

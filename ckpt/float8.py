@@ -6,6 +6,8 @@ stands for number * scale, rounded to float32.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -57,14 +59,19 @@ def quantise(matrix: Tensor, known: Tensor | None = None) -> tuple[Tensor, Tenso
     high, wide = scale_shape((rows, columns))
     numbers = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=matrix.device)
     scale = torch.empty(high, wide, dtype=torch.float32, device=matrix.device)
-    for block in range(high):  # band by band, for the memory
-        band = matrix[block * BLOCK : (block + 1) * BLOCK]
-        padded = torch.zeros(BLOCK, wide * BLOCK, dtype=torch.float32, device=matrix.device)
-        padded[: band.shape[0], :columns] = band
-        flat = padded.view(BLOCK, wide, BLOCK).transpose(0, 1).reshape(wide, BLOCK * BLOCK)
-        found, scale[block] = _quantise_blocks(flat, None if known is None else known[block])
-        together = found.view(wide, BLOCK, BLOCK).transpose(0, 1).reshape(BLOCK, wide * BLOCK)
-        numbers[block * BLOCK : (block + 1) * BLOCK] = together[: band.shape[0], :columns]
+    whole = columns // BLOCK
+    for block in range(high):  # band by band, for the memory; the block that is cut at the right by itself
+        for first, last in ((0, whole), (whole, wide)):
+            if first == last:
+                continue
+            place = slice(block * BLOCK, (block + 1) * BLOCK), slice(first * BLOCK, min(last * BLOCK, columns))
+            band = matrix[place].to(torch.float32)
+            count, height = last - first, band.shape[0]
+            flat = band.reshape(height, count, -1).transpose(0, 1).reshape(count, -1)
+            found, scale[block, first:last] = _quantise_blocks(
+                flat, None if known is None else known[block, first:last]
+            )
+            numbers[place] = found.view(count, height, -1).transpose(0, 1).reshape(band.shape)
     return numbers, scale
 
 
@@ -76,11 +83,9 @@ def _quantise_blocks(blocks: Tensor, known: Tensor | None) -> tuple[Tensor, Tens
     if known is not None:
         scale[open_blocks], open_blocks = _settle(blocks, scale, open_blocks, known.to(scale))
     open_blocks = open_blocks[(largest > 0)[open_blocks] & _few_mantissas(blocks[open_blocks])]
-    for top in _TOPS:
-        for candidate in _candidates(largest, top):
-            if not len(open_blocks):
-                break
-            scale[open_blocks], open_blocks = _settle(blocks, scale, open_blocks, candidate)
+    candidates = _candidates(largest)
+    while len(open_blocks) and (candidate := next(candidates, None)) is not None:
+        scale[open_blocks], open_blocks = _settle(blocks, scale, open_blocks, candidate)
     return (blocks / scale[:, None]).to(torch.float8_e4m3fn), scale
 
 
@@ -102,13 +107,13 @@ def _sample(blocks: Tensor) -> Tensor:
     return blocks[:, :: max(1, blocks.shape[1] // _SAMPLE)]
 
 
-def _candidates(largest: Tensor, top: float) -> list[Tensor]:
-    """The scales with which number `top` may stand for the largest value: at most two do, which rounding hides."""
-    middle = largest / top
-    # A scale made from a bfloat16 weight is the likeliest of several that a small block allows.
-    found = [largest.to(torch.bfloat16).to(torch.float32) / top, middle]
-    bits = middle.view(torch.int32)
-    return found + [(bits + step).view(torch.float32) for step in (1, -1, 2, -2)]
+def _candidates(largest: Tensor) -> Iterator[Tensor]:
+    """The scales with which one of the largest numbers may stand for the largest value: for each at most two, near the quotient."""
+    for top in _TOPS:
+        # A scale made from a bfloat16 weight is the likeliest of several that a small block allows.
+        yield largest.to(torch.bfloat16).to(torch.float32) / top
+        bits = (largest / top).view(torch.int32)
+        yield from ((bits + step).view(torch.float32) for step in (0, 1, -1, 2, -2))
 
 
 def _few_mantissas(blocks: Tensor) -> Tensor:

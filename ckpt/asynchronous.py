@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from threading import Event, Thread
 from types import TracebackType
 from typing import Any, Self
@@ -162,13 +163,14 @@ class AsynchronousSaver:
     def _agree(self, step: int, tensors: Tensors, extra: Mapping[str, Any]) -> _Agreed:
         """The plan, which all ranks make together, unless they all hold what they held when they last did."""
         before = self._agreed
-        if before is None or not all(together(self.world, lambda: self._holds_still(before, step, tensors, extra))):
-            # Two buffers are never held at once.
-            self._agreed = before = None
-            planned = agree(step, tensors, extra, self.world, self.saving)
-            mine = [write for file in planned.files if file.rank == self.world.position for write in file.writes]
-            self._agreed = before = _Agreed(held=describe(tensors), planned=planned, staging=Staging(mine, tensors))
-        return before
+        if before is not None and all(together(self.world, partial(self._holds_still, before, step, tensors, extra))):
+            return before
+        # Two buffers are never held at once.
+        self._agreed = before = None
+        planned = agree(step, tensors, extra, self.world, self.saving)
+        mine = [write for file in planned.files if file.rank == self.world.position for write in file.writes]
+        self._agreed = _Agreed(held=describe(tensors), planned=planned, staging=Staging(mine, tensors))
+        return self._agreed
 
     def _holds_still(self, agreed: _Agreed, step: int, tensors: Tensors, extra: Mapping[str, Any]) -> bool:
         """Whether this rank holds what it held when the plan was made."""
@@ -180,7 +182,7 @@ class AsynchronousSaver:
             # Before anything that waits for other ranks, since training may wait for it.
             copies = _outcome(lambda: agreed.staging.fill(tensors))
             save.copied.set()
-            staged = each(self.world, copies.result)
+            staged = self._copied_everywhere(copies, save.step)
             carry_out(self.run, save.step, agreed.planned, staged, extra, self.world, self.saving.keep)
             save.seconds = time.perf_counter() - save.begin
         except CheckpointError as error:
@@ -191,6 +193,16 @@ class AsynchronousSaver:
             )
             save.error = CheckpointError(f"{text} ({type(error).__name__}: {error})")
             save.error.__cause__ = error
+
+    def _copied_everywhere(self, copies: Future[Tensors], step: int) -> Tensors:
+        """This rank's copies, if every rank has its own."""
+        try:
+            return each(self.world, copies.result)
+        except CheckpointError as error:
+            text = (
+                f"{self.run}: the checkpoint of step {step} could not be copied to host memory, so it was not written;"
+            )
+            raise CheckpointError(f"{text} the checkpoints from before are untouched.\n{error}") from error
 
 
 class SynchronousSaver:
@@ -235,17 +247,6 @@ class SynchronousSaver:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Nothing."""
-
-
-def save_beside(
-    saver: AsynchronousSaver, step: int, tensors: Iterable[ShardedTensor], work: Callable[[], None]
-) -> SaveMetrics:
-    """Save while `work` runs, which stands for the forward and backward passes of a step: what a benchmark measures."""
-    saver.save(step, tensors, {})
-    work()
-    saver.before_update()
-    saver.wait()
-    return saver.finished()[-1]
 
 
 def _runs(save: _UnderWay) -> bool:

@@ -7,8 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from ckpt.save import Saving, save
 from core.errors import RequestError
+from core.parallel.groups import one_rank
+from core.state.box import whole
+from core.state.sharded import ShardedTensor
 from core.training.metrics import MetricsWriter, StepMetrics
 from launch.backends.protocol import Job, JobError, Outcome
 from launch.cli import main
@@ -162,6 +167,20 @@ def test_an_interrupted_run_says_how_to_go_on_and_only_then_can_be_resumed(
     start(asked(out, resume=True, steps=12), backend)
     assert len(backend.jobs) == 1
     assert read_run(out).run.train.steps == 12
+
+
+def test_a_new_run_takes_no_other_runs_checkpoints_and_its_own_resume_does(corpus: Path, tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    settings = (f"checkpoint.address={shared}",)
+    backend = FakeBackend(1)
+    start(asked(tmp_path / "first", data=str(corpus), settings=settings), backend)
+    w = ShardedTensor(name="w", shape=(3,), box=whole((3,)), data=torch.zeros(3))
+    save(shared, 7, [w], {}, one_rank().world, Saving())
+    with pytest.raises(RequestError, match=r"checkpoint\.address=.*holds checkpoints of another run.*step 7"):
+        start(asked(tmp_path / "second", data=str(corpus), settings=settings), backend)
+    assert not (tmp_path / "second").exists()
+    start(asked(tmp_path / "first", resume=True), backend)
+    assert len(backend.jobs) == 2
 
 
 def test_a_run_is_not_resumed_on_other_data(corpus: Path, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from core.training.metrics import StepMetrics
+from core.training.metrics import SaveMetrics, StepMetrics
 from launch.progress import ProgressLine, duration
 
 
@@ -57,6 +57,21 @@ def test_a_long_run_in_a_file_has_about_a_hundred_lines_and_every_validation() -
     assert 100 <= len(lines) <= 104
     assert sum("validation" in line for line in lines) == 1
     assert lines[-1].split()[0] == "1000"
+
+
+def test_a_checkpoint_is_told_of_on_the_next_line_that_is_shown_and_the_last_one_on_its_own() -> None:
+    stream = io.StringIO()
+    save = [SaveMetrics(step=n, seconds=1.3, stalled_seconds=0.12, bytes=8) for n in (2, 3, 1000)]
+    with ProgressLine(steps=1000, console=Console(file=stream, force_terminal=False, width=80)) as progress:
+        for n in range(1, 1001):
+            progress.show(step(n), save[n - 3 : n - 2] if n in (3, 4) else ())
+        progress.show_last(save[2:])
+        progress.show_last([])
+    lines = stream.getvalue().splitlines()
+    told = [line for line in lines if "training stopped" in line]
+    assert len(told) == 1 and told[0].split()[0] == "10"
+    assert told[0].endswith("   training stopped 0.12 s for the checkpoint of step 3, which took 1.30 s")
+    assert lines[-1] == "checkpoint of step 1000 written in 1.30 s"
 
 
 def test_a_terminal_shows_every_step_and_a_bar() -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from core.errors import RequestError
-from core.training.metrics import MetricsWriter, StepMetrics
+from core.training.metrics import MetricsWriter, SaveMetrics, StepMetrics
 from launch.folder import RunFile, write_json, write_run
 from launch.report import write_report
 from launch.report_figures import smoothed
@@ -58,6 +58,21 @@ def test_a_run_of_any_length_has_a_page_with_its_pictures_inside(tmp_path: Path,
     assert "6.5000" in text
 
 
+def test_the_report_says_for_how_long_training_stopped_for_checkpoints_the_dearest_first(tmp_path: Path) -> None:
+    a_run(tmp_path, 8)
+    with MetricsWriter(tmp_path, resume_from_step=8) as writer:
+        for step, stalled in ((2, 0.12), (4, 0.5), (6, 0.01), (8, 0.3)):
+            writer.write_save(SaveMetrics(step=step, seconds=1.3, stalled_seconds=stalled, bytes=3 << 20))
+    text = write_report(tmp_path).read_text()
+    cell = text.split("<td>checkpoints</td><td>")[1].split("</td>")[0].splitlines()
+    assert cell == [
+        "4 of 3.0 MiB",
+        "training stopped 0.50 s for the checkpoint of step 4, which took 1.30 s",
+        "training stopped 0.30 s for the checkpoint of step 8, which took 1.30 s",
+        "training stopped 0.12 s for the checkpoint of step 2, which took 1.30 s",
+    ]
+
+
 def test_the_validation_loss_stands_beside_the_unigram_entropy(tmp_path: Path) -> None:
     text = write_report(a_run(tmp_path, 6, unigram_entropy=6.5, ended="finished")).read_text()
     assert "<b>4.2500</b><span>validation loss, last</span>" in text
@@ -66,7 +81,7 @@ def test_the_validation_loss_stands_beside_the_unigram_entropy(tmp_path: Path) -
 
 def test_a_run_without_a_step_says_so(tmp_path: Path) -> None:
     text = write_report(a_run(tmp_path, 0)).read_text()
-    assert "No step was finished" in text
+    assert "No step was finished" in text and "<td>checkpoints</td>" not in text
     assert "Generated text" not in text
     assert not (tmp_path / "report").exists()
 

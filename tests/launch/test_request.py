@@ -113,6 +113,17 @@ def test_resuming_with_nothing_asked_changes_nothing() -> None:
     assert resumed(begun).run == begun
 
 
+def test_checkpoints_lie_where_the_run_began_to_put_them_from_any_folder() -> None:
+    begun = plan(settings=("checkpoint.address=elsewhere",)).run
+    assert begun.checkpoint.address == str(Path("elsewhere").absolute())
+    assert resumed(begun, settings=("checkpoint.asynchronous=false",)).run.checkpoint.asynchronous is False
+    with pytest.raises(ConfigError, match=r"checkpoint\.address=.*cannot change"):
+        resumed(begun, settings=("checkpoint.address=s3://bucket/run",))
+    remote = plan(settings=("checkpoint.address=s3://bucket/run",)).run
+    assert remote.checkpoint.address == "s3://bucket/run"
+    assert plan().run.checkpoint.address is None and plan().run.checkpoint.asynchronous
+
+
 def test_what_would_break_the_continuity_is_refused_by_name() -> None:
     begun = plan(size="tiny").run
     with pytest.raises(ConfigError) as error:

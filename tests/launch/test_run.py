@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from core.training.metrics import METRICS_FILE, read_metrics
+from core.training.metrics import METRICS_FILE, read_metrics, read_saves
 from tests.launch.small import SMALL, write_corpus
 
 STEPS = 120
@@ -84,6 +84,11 @@ def test_a_run_killed_interrupted_and_resumed_has_bitwise_the_losses_of_one_that
     finished(begin(alone, corpus), 0)
     assert [line["step"] for line in trained(alone)] == list(range(1, STEPS + 1))
     assert (alone / "report.html").stat().st_size > 10_000
+    saves = read_saves(alone)
+    assert [save.step for save in saves] == list(range(15, STEPS + 1, 15))
+    assert all(0 < save.stalled_seconds < save.seconds for save in saves)
+    stopped = [line["step"] for line in read_metrics(alone / METRICS_FILE) if "checkpoint" in line["seconds"]]
+    assert stopped == list(range(16, STEPS + 1, 15))
     assert set(json.loads((alone / "samples.json").read_text())) == {"prompt", "before", "after"}
 
     job = begin(broken, corpus)
@@ -104,14 +109,18 @@ def test_a_run_killed_interrupted_and_resumed_has_bitwise_the_losses_of_one_that
 
 
 def test_a_sample_continues_the_prompt_and_a_damaged_checkpoint_is_refused(corpus: Path, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    finished(launch(out, "--data", str(corpus), "--steps", "3", *[a for s in SMALL for a in ("--set", s)]), 0)
+    """With checkpoints that lie elsewhere, and for which training stops."""
+    out, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    settings = (*SMALL, f"checkpoint.address={elsewhere}", "checkpoint.asynchronous=false")
+    finished(launch(out, "--data", str(corpus), "--steps", "3", *[a for s in settings for a in ("--set", s)]), 0)
+    assert [save.step for save in read_saves(out)] == [3] and not (out / "checkpoints").exists()
+    assert all(save.stalled_seconds == save.seconds for save in read_saves(out))
     command = [sys.executable, "-m", "launch.cli", "sample", str(out), "--prompt", "the ", "--tokens", "5"]
     made = subprocess.run(command, capture_output=True, text=True, check=False)
     assert made.returncode == 0 and made.stdout.startswith("the "), made.stderr
     assert made.stdout == subprocess.run(command, capture_output=True, text=True, check=False).stdout
 
-    for chunk in (out / "checkpoints").glob("step_*/tensors/model.embedding.weight/c*"):
+    for chunk in (elsewhere / "checkpoints").glob("step_*/tensors/model.embedding.weight/c*"):
         data = bytearray(chunk.read_bytes())
         data[len(data) // 2] ^= 1
         chunk.write_bytes(data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from datetime import timedelta
 
@@ -44,6 +45,26 @@ def _reduce_over_each(rank: int, world: int, parallel: ParallelConfig) -> dict[s
 def _shared_handles(rank: int, world: int) -> tuple[bool, bool, bool]:
     groups = groups_for(ParallelConfig(ep=2))
     return groups.dp.handle is groups.world.handle, groups.ep.handle is groups.edp.handle, groups.tp.handle is None
+
+
+def _out_of_order(rank: int, world: int) -> tuple[list[int], int]:
+    """A gather in the background and a sum in front, which each rank starts in another order."""
+    groups = groups_for(ParallelConfig())
+    gathered: list[int] = [0] * world
+    total = torch.tensor([10**rank])
+
+    def gather() -> None:
+        dist.all_gather_object(gathered, rank, group=groups.checkpoint.handle)
+
+    thread = threading.Thread(target=gather)
+    if rank % 2:
+        thread.start()
+        time.sleep(0.1)
+    dist.all_reduce(total, group=groups.world.handle)
+    if not rank % 2:
+        thread.start()
+    thread.join()
+    return gathered, int(total)
 
 
 def _wait_alone(rank: int, world: int) -> tuple[float, str]:
@@ -105,6 +126,10 @@ def test_the_embedding_is_shared_by_the_stages_that_hold_it_at_one_place_along_t
 
 def test_groups_of_equal_ranks_share_one_process_group(ranks: Ranks) -> None:
     assert ranks.run(_shared_handles, 4) == [(True, False, True)] * 4
+
+
+def test_checkpoints_have_a_channel_of_their_own_over_all_ranks(ranks: Ranks) -> None:
+    assert ranks.run(_out_of_order, 3) == [([0, 1, 2], 111)] * 3
 
 
 def test_a_collective_that_a_rank_never_joins_raises_after_the_timeout(ranks: Ranks) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -13,9 +15,11 @@ import torch
 from torch import Tensor
 
 from ckpt.asynchronous import AsynchronousSaver
+from ckpt.files.local import LocalFiles
 from ckpt.load import load
 from ckpt.save import Saving
 from ckpt.shelf.address import latest
+from ckpt.staging import Staging
 from core.config.architecture import ExpertBias, ModelConfig
 from core.config.flops import flops_per_token
 from core.config.mapping import ParallelConfig
@@ -23,9 +27,11 @@ from core.config.precision import PrecisionConfig
 from core.config.run import CheckpointConfig, DataConfig, OptimizerConfig, RunConfig, TrainConfig
 from core.data.loader import Loader
 from core.data.storage import TokenSplit
-from core.optim.chained import ChainedOptimizer
+from core.errors import CheckpointError
+from core.optim.make import make_optimizer
 from core.optim.schedules import learning_rate
 from core.parallel.groups import Groups, groups_for
+from core.pipeline.layout import layout_of
 from core.state.inventory import initialise
 from core.training.loop import Hooks, Progress, Trainer
 from core.training.metrics import StepMetrics
@@ -72,16 +78,18 @@ class Rig:
 
     def __init__(self, run: RunConfig, dtype: torch.dtype = torch.float64) -> None:
         self.run = run
-        self.groups: Groups = groups_for(run.parallel)
+        stages = layout_of(run.model, run.parallel).embedding_stages(run.model.tied_embeddings)
+        self.groups: Groups = groups_for(run.parallel, embedding_stages=stages)
         self.model = build_model(run.model, groups=self.groups, parallel=run.parallel, dtype=dtype)
         initialise(self.model, run.train.seed)
-        self.optimizer = ChainedOptimizer(self.model, run.optimizer, self.groups)
+        self.optimizer = make_optimizer(self.model, run.optimizer, self.groups, run.parallel)
         train, validation = (self._loader(split_of(name)) for name in ("train", "validation"))
         self.trainer = Trainer(
             run, self.model, self.optimizer, self.groups, train=train, validation=validation, matmul_rate=1e9
         )
         self.calls: list[tuple[str, int]] = []
         self.metrics: list[StepMetrics] = []
+        self.saved: dict[int, dict[str, Tensor]] = {}
 
     def _loader(self, split: TokenSplit) -> Loader:
         train, dp = self.run.train, self.groups.dp
@@ -104,6 +112,7 @@ class Rig:
             self.calls.append(("save", step))
             if saver is not None:
                 extra = {"step": step, "tokens": tokens}
+                self.saved[step] = self.tensors()
                 saver.save(step, training_state(self.model, self.optimizer, self.groups), extra)
 
         def record(metrics: StepMetrics) -> None:
@@ -278,6 +287,87 @@ def test_a_run_goes_on_bitwise_under_the_same_mapping_and_to_rounding_under_any_
         for losses in ranks.run(go_on, world, ep, tmp_path, timeout_seconds=30.0):
             for step, expected in zip(losses, found[0][0][1:], strict=True):
                 assert step == pytest.approx(expected, rel=1e-8)
+
+
+def copy_at_the_last_moment(patch: pytest.MonkeyPatch) -> None:
+    """Copies begin only when training stands before its update and waits for them, or at the end of the run."""
+    waits = threading.Event()
+    fill, before_update, wait = Staging.fill, AsynchronousSaver.before_update, AsynchronousSaver.wait
+
+    def late(staging: Staging, tensors: Any) -> Any:
+        assert waits.wait(20)
+        time.sleep(0.01)
+        return fill(staging, tensors)
+
+    def then(method: Any) -> Any:
+        def waiting(saver: AsynchronousSaver) -> None:
+            waits.set()
+            method(saver)
+            waits.clear()
+
+        return waiting
+
+    patch.setattr(Staging, "fill", late)
+    patch.setattr(AsynchronousSaver, "before_update", then(before_update))
+    patch.setattr(AsynchronousSaver, "wait", then(wait))
+
+
+def saved_and_loaded(rank: int, world: int, parallel: ParallelConfig, out: Path) -> tuple[bool, list[float | None]]:
+    """Whether every checkpoint of a run has what the state was when it was saved; and for how long each step stood still."""
+    run = replace(run_of(MODEL, steps=3), parallel=parallel, checkpoint=CheckpointConfig(interval=1))
+    rig = Rig(run)
+    with pytest.MonkeyPatch.context() as patch:
+        copy_at_the_last_moment(patch)
+        rig.go(out=out)
+    held = rig.tensors()
+    same = True
+    for step, folder in zip((1, 2, 3), sorted((out / "checkpoints").glob("step_*")), strict=True):
+        state = training_state(rig.model, rig.optimizer, rig.groups)
+        for tensor in state:
+            tensor.data.fill_(torch.nan)
+        assert load(folder, state, rig.groups.checkpoint)["step"] == step
+        found = {f"{t.name} {t.box.offset}": t.data for t in state}
+        same = same and all(torch.equal(found[name], tensor) for name, tensor in rig.saved[step].items())
+    assert not all(torch.equal(held[name], tensor) for name, tensor in rig.saved[2].items()), "training changes nothing"
+    return same, [m.seconds.get("checkpoint") for m in rig.metrics]
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [ParallelConfig(ep=2), ParallelConfig(sharding="fsdp"), ParallelConfig(pp=2)],
+    ids=["zero1", "fsdp", "pp"],
+)
+def test_a_checkpoint_has_the_state_of_its_step_though_it_is_copied_when_the_next_update_waits(
+    ranks: Ranks, tmp_path: Path, parallel: ParallelConfig
+) -> None:
+    for same, stopped in ranks.run(saved_and_loaded, 2, parallel, tmp_path, timeout_seconds=60.0):
+        assert same
+        assert stopped[0] is None and all(seconds is not None and seconds >= 0.01 for seconds in stopped[1:])
+
+
+def broken_disk(rank: int, world: int, out: Path) -> tuple[str, int]:
+    """What ends the run, and after how many steps, when the last rank cannot write."""
+    rig = Rig(run_of(MODEL, steps=9))
+
+    def fail(files: LocalFiles, path: str, buffers: Any) -> int:
+        raise OSError(5, "Input/output error", f"{files.root}/{path}")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == world - 1:
+            patch.setattr(LocalFiles, "write", fail)
+        with pytest.raises(CheckpointError) as caught:
+            rig.go(out=out)
+    return str(caught.value), len(rig.metrics)
+
+
+def test_a_checkpoint_that_fails_in_the_background_ends_the_run_on_all_ranks_after_the_same_step(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    told = ranks.run(broken_disk, 2, tmp_path, timeout_seconds=60.0)
+    assert told[0] == told[1]
+    text, steps = told[0]
+    assert "rank 1: " in text and "checkpoint of step 2 could not be written" in text and 2 <= steps <= 4
+    assert latest(tmp_path) is None
 
 
 def test_the_rig_differs_between_seeds() -> None:

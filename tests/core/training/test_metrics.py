@@ -7,7 +7,7 @@ from subprocess import run as run_process
 
 import pytest
 
-from core.training.metrics import MetricsWriter, StepMetrics, read_metrics
+from core.training.metrics import MetricsWriter, SaveMetrics, StepMetrics, read_metrics, read_saves
 
 
 def step(number: int, **more: object) -> StepMetrics:
@@ -56,6 +56,25 @@ def test_resuming_leaves_each_step_once(tmp_path: Path, resumed: int) -> None:
     assert [line["step"] for line in read_metrics(tmp_path)] == [*kept, *range(resumed + 1, 12)]
 
 
+def saved(step: int) -> SaveMetrics:
+    return SaveMetrics(step=step, seconds=1.25, stalled_seconds=0.125, bytes=1000 * step)
+
+
+def test_checkpoints_have_lines_of_their_own_each_once_after_a_resume(tmp_path: Path) -> None:
+    assert read_saves(tmp_path) == []
+    with MetricsWriter(tmp_path) as writer:
+        for number in (2, 4, 6):
+            writer.write(step(number))
+            writer.write_save(saved(number))
+    assert read_saves(tmp_path) == [saved(2), saved(4), saved(6)]
+    assert [line["step"] for line in read_metrics(tmp_path)] == [2, 4, 6]
+    with MetricsWriter(tmp_path, resume_from_step=4) as writer:
+        assert read_saves(tmp_path) == [saved(2), saved(4)]
+        writer.write_save(saved(6))
+    assert read_saves(tmp_path) == [saved(2), saved(4), saved(6)]
+    assert saved(6).sentence == "training stopped 0.12 s for the checkpoint of step 6, which took 1.25 s"
+
+
 def test_a_new_run_never_writes_over_an_old_one(tmp_path: Path) -> None:
     MetricsWriter(tmp_path).close()
     with pytest.raises(FileExistsError):
@@ -88,10 +107,13 @@ def test_tensorboard_reads_the_same_numbers(tmp_path: Path) -> None:
             writer.write(step(number, expert_load={"layers.0.mlp": (0.2, 0.8)}))
     with MetricsWriter(tmp_path, resume_from_step=2) as writer:
         writer.write(step(3, validation_loss=4.25))
+        writer.write_save(saved(3))
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("loss/train")] == [(1, 5.0), (2, 2.5), (3, pytest.approx(5 / 3))]
     assert [(e.step, e.value) for e in events.Scalars("loss/validation")] == [(3, 4.25)]
+    for name, value in (("seconds", 1.25), ("stalled_seconds", 0.125), ("bytes", 3000.0)):
+        assert [(e.step, e.value) for e in events.Scalars(f"checkpoint/{name}")] == [(3, value)]
     assert events.Scalars("experts/layers.0.mlp")[0].value == pytest.approx(1.6)
 
 

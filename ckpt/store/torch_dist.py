@@ -29,10 +29,12 @@ from ckpt.blocks import block_boxes, block_shape
 from ckpt.dtype import item_bytes
 from ckpt.files.protocol import Buffer
 from ckpt.manifest import Codec, Entry, Manifest, Piece
-from ckpt.plan import PIECE_BYTES, Plan, Write
+from ckpt.plan import Plan, Write
 from ckpt.store.protocol import OutFile, Read, Tape
 
 METADATA = ".metadata"
+# The most in one file (or one piece): a rank writes several files at the same time, which takes half as long.
+FILE_BYTES = 128 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +59,7 @@ class TorchDistStore:
         self._frames: dict[tuple[tuple[int, ...], str], _Frame] = {}
 
     def lay_out(self, plan: Plan) -> tuple[OutFile, ...]:
-        """Files of at most PIECE_BYTES (or one piece), each of one rank."""
+        """Files of at most FILE_BYTES (or one piece), each of one rank."""
         return tuple(_packed(plan))
 
     def encode(self, plan: Plan, file: OutFile, tape: Tape, read: Read) -> Iterator[Buffer | Piece]:
@@ -150,12 +152,12 @@ def _packed(plan: Plan) -> Iterator[OutFile]:
 
 
 def _filled(plan: Plan, writes: Iterator[Write]) -> Iterator[tuple[Write, ...]]:
-    """Writes in groups of at most PIECE_BYTES, or of one."""
+    """Writes in groups of at most FILE_BYTES, or of one."""
     group: list[Write] = []
     filled = 0
     for write in writes:
         size = write.box.elements * item_bytes(plan.tensors[write.name][1])
-        if group and filled + size > PIECE_BYTES:
+        if group and filled + size > FILE_BYTES:
             yield tuple(group)
             group, filled = [], 0
         group.append(write)

@@ -19,11 +19,13 @@ from ckpt.blocks import ZSTD_LEVEL, block_boxes, block_shape, crc32c
 from ckpt.dtype import item_bytes
 from ckpt.files.protocol import Buffer
 from ckpt.manifest import Codec, Entry, Manifest, Piece
-from ckpt.plan import PIECE_BYTES, Plan, Write
+from ckpt.plan import Plan, Write
 from ckpt.store.protocol import OutFile, Read, Tape
 
 # A piece smaller than this gets no file of its own: a large model has tens of thousands of such pieces.
 SMALL_BYTES = 1 << 20
+# The most in one file of many pieces (or one piece): a rank writes several files at the same time, which takes half as long.
+FILE_BYTES = 128 << 20
 TENSORS, PIECES = "tensors", "pieces"
 _CRC: dict[str, Any] = {"name": "crc32c"}
 _BYTES: dict[str, Any] = {"name": "bytes", "configuration": {"endian": "little"}}
@@ -106,14 +108,14 @@ def _is_regular(writes: list[Write], shape: tuple[int, ...], dtype: str) -> bool
 
 
 def _packed(plan: Plan, writes: list[Write]) -> Iterator[OutFile]:
-    """Files of at most PIECE_BYTES, each of one rank and one element type."""
+    """Files of at most FILE_BYTES, each of one rank and one element type."""
     by_kind = sorted(writes, key=lambda write: (write.rank, plan.tensors[write.name][1], write.name, write.box.offset))
     for (rank, dtype), group in groupby(by_kind, key=lambda write: (write.rank, plan.tensors[write.name][1])):
         shelf: list[Write] = []
         number = filled = 0
         for write in group:
             size = write.box.elements * item_bytes(dtype)
-            if shelf and filled + size > PIECE_BYTES:
+            if shelf and filled + size > FILE_BYTES:
                 yield OutFile(path=f"{PIECES}/{rank:05d}.{number}.{dtype}/c.0", rank=rank, writes=tuple(shelf))
                 shelf, filled, number = [], 0, number + 1
             shelf.append(write)

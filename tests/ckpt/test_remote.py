@@ -108,7 +108,7 @@ def test_what_is_saved_loads_under_another_cut_and_is_as_in_a_folder(
     run: str, saving: Saving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_small(monkeypatch, block_bytes=40, own_file_bytes=100, share_bytes=1000)
-    monkeypatch.setattr(ckpt.store.torch_dist, "PIECE_BYTES", 500)
+    monkeypatch.setattr(ckpt.store.torch_dist, "FILE_BYTES", 500)
     w = truth()["model.w"]
     ranks = cut("model.w", w, (2, 1, 1), copies=2)
     checkpoint = save_as_ranks(run, 3, ranks, {"said": 1}, saving)

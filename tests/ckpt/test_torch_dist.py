@@ -75,7 +75,7 @@ def on_four_ranks(tensors: dict[str, Tensor]) -> list[Rank]:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """What four ranks have written, with several blocks in an item and several items in a file."""
     make_small(monkeypatch, block_bytes=64, own_file_bytes=1, share_bytes=100)
-    monkeypatch.setattr(torch_dist, "PIECE_BYTES", 500)
+    monkeypatch.setattr(torch_dist, "FILE_BYTES", 500)
     return save_as_ranks(tmp_path, 3, on_four_ranks(truth()), saving=TORCH_DIST, piece_bytes=500)
 
 

@@ -310,7 +310,7 @@ def test_the_number_of_files_grows_with_ranks_and_bytes_not_with_tensors(monkeyp
 
 
 def test_files_of_many_pieces_are_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zarr_store, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(zarr_store, "FILE_BYTES", 1000)
     held = [
         [Held(name=f"t{n}", shape=(n,), dtype="int64", box=whole((n,)), copy=0, copies=1) for n in range(1, 100, 7)]
     ]

@@ -19,7 +19,7 @@ from ckpt.dtype import CONVERTIBLE
 from ckpt.files.address import is_remote, open_files
 from ckpt.files.protocol import Address
 from ckpt.manifest import Codec, Manifest
-from ckpt.opening import Opened
+from ckpt.opening import Opened, WithoutAhead
 from ckpt.plan import Held
 from ckpt.publish import Publishing, plan_folder, write_published
 from ckpt.recognise import identity, recognise
@@ -94,7 +94,7 @@ def reshard_job(
     before = mapping_of(_extra(opened)) or ParallelConfig()
     items, faults = _assignments(settings)
     parallel, wrong = override_section("parallel", before, items)
-    ranks = smallest_world(parallel) if not wrong and not faults and _positive(parallel) else 1
+    ranks = smallest_world(parallel) if _positive(parallel) else 1
     found = [*faults, *wrong, *check_mapping(described.model, parallel, ranks)]
     if found:
         raise ConfigError(found)
@@ -207,7 +207,7 @@ def carry_out(job: Job, say: Say, *, dry_run: bool) -> None:
         return
     with bar("writing") as progress:
         address = write_checkpoint(job, progress)
-    say(f"{address}: {len(planned.plan.tensors):,} tensors, {size(planned.plan.bytes)} in {len(planned.files):,} files")
+    say(f"{address}: {len(planned.plan.tensors):,} tensors, {size(planned.plan.bytes)} in {_files(len(planned.files))}")
 
 
 def would_write(job: Job, planned: Planned) -> Iterator[str]:
@@ -229,7 +229,11 @@ def would_write(job: Job, planned: Planned) -> Iterator[str]:
 
 def _amount(sizes: Mapping[str, int]) -> str:
     total = sum(sizes.values())
-    return f"{total:,} bytes ({size(total)}) in {len(sizes):,} files"
+    return f"{total:,} bytes ({size(total)}) in {_files(len(sizes))}"
+
+
+def _files(count: int) -> str:
+    return f"{count:,} file{'' if count == 1 else 's'}"
 
 
 def _means(memory_bytes: int, workers: int) -> str:
@@ -245,7 +249,7 @@ def held_as_stored(manifest: Manifest, source: Source) -> list[list[Held]]:
     """What the ranks hold that wrote a checkpoint; of several copies of a piece only those count that were written."""
     ranks = 1 + max((piece.rank for entry in manifest.entries for piece in entry.pieces), default=0)
     held: list[list[Held]] = [[] for _ in range(ranks)]
-    for entry in manifest.entries:
+    for entry in (entry for entry in manifest.entries if entry.name in source.forms):
         dtype = source.forms[entry.name].dtype
         for piece in entry.pieces:
             held[piece.rank].append(
@@ -292,10 +296,11 @@ def cast_source(opener: Opener, dtype: str) -> Cast:
 
 def _extra(opened: Opened) -> Mapping[str, Any]:
     """What the checkpoint says beside its tensors, or what is known of a model that never was one."""
-    if opened.manifest is not None:
-        return opened.manifest.extra
     described = opened.source.describe()
-    return {} if described is None else extra_of(described)
+    said = {} if opened.manifest is None else dict(opened.manifest.extra)
+    # What a run says of its model is not what it is any more where a part was left out.
+    changed = described is not None and (opened.manifest is None or isinstance(opened.source, WithoutAhead))
+    return said | (extra_of(described) if described is not None and changed else {})
 
 
 def _assets(source: Source) -> Mapping[str, bytes]:

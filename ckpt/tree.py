@@ -256,7 +256,11 @@ def _row(label: str, lines: Sequence[Line]) -> Row:
     """A tensor, or several that are alike but for where they lie."""
     first, times = lines[0], f" × {len(lines)}" if len(lines) > 1 else ""
     pieces, ranks = sum(line.pieces for line in lines), max((line.ranks or 0 for line in lines), default=0)
-    where = "" if pieces == len(lines) and ranks <= 1 else f"{pieces} pieces" + (f" of {ranks} ranks" if ranks else "")
+    where = (
+        ""
+        if pieces == len(lines) and ranks <= 1
+        else f"{pieces} pieces" + (f" of {ranks} rank{'s' * (ranks > 1)}" if ranks else "")
+    )
     shape = f"[{', '.join(map(str, first.shape))}]{times}"
     return label, first.dtype, shape, size(sum(line.bytes for line in lines)), where
 
@@ -274,9 +278,11 @@ def _by_number(part: str) -> tuple[int, int, str]:
 
 
 def _label(parts: Sequence[str]) -> str:
-    """`0-2, 5`, or names: `exp_avg, exp_avg_sq`."""
-    if len(parts) == 1 or not all(part.isdecimal() for part in parts):
-        return ", ".join(parts)
+    """`0-2, 5`, or names: `{exp_avg, exp_avg_sq}`."""
+    if len(parts) == 1:
+        return parts[0]
+    if not all(part.isdecimal() for part in parts):
+        return f"{{{', '.join(parts)}}}"
     ranges: list[list[int]] = []
     for number in map(int, parts):
         if ranges and number == ranges[-1][1] + 1:

@@ -83,7 +83,7 @@ def planned_as_ranks(ranks: list[Rank], saving: Saving, piece_bytes: int = PIECE
     """What ranks that hold these tensors agree on."""
     plan = plan_save([describe(rank) for rank in ranks], piece_bytes)
     store = find_store(saving.store)
-    return Planned(plan=plan, files=store.lay_out(plan), store=store, codec=saving.codec)
+    return Planned(plan=plan, files=store.lay_out(plan), store=store, codec=saving.codec, assets=saving.assets)
 
 
 def save_as_ranks(

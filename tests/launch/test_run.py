@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from ckpt.files.address import open_files
+from ckpt.manifest import read_manifest
 from core.training.metrics import METRICS_FILE, read_metrics, read_saves
 from tests.launch.small import SMALL, write_corpus
 
@@ -120,10 +122,12 @@ def test_a_sample_continues_the_prompt_and_a_damaged_checkpoint_is_refused(corpu
     assert made.returncode == 0 and made.stdout.startswith("the "), made.stderr
     assert made.stdout == subprocess.run(command, capture_output=True, text=True, check=False).stdout
 
-    for chunk in (elsewhere / "checkpoints").glob("step_*/tensors/model.embedding.weight/c*"):
-        data = bytearray(chunk.read_bytes())
-        data[len(data) // 2] ^= 1
-        chunk.write_bytes(data)
+    (folder,) = (elsewhere / "checkpoints").glob("step_*")
+    entries = {entry.name: entry for entry in read_manifest(open_files(folder)).entries}
+    block = entries["model.embedding.weight"].pieces[0].blocks[0]
+    data = bytearray((folder / block.file).read_bytes())
+    data[block.offset + block.size // 2] ^= 1
+    (folder / block.file).write_bytes(data)
     refused = subprocess.run(command, capture_output=True, text=True, check=False)
     assert refused.returncode == 1
     assert "model.embedding.weight" in refused.stderr and "Traceback" not in refused.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -155,12 +156,29 @@ READ_ERRORS: dict[str, Harm] = {
 
 
 @contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError where the main thread waits longer, be it in a system call."""
+
+    def give_up(*_: object) -> None:
+        raise TimeoutError(f"not done within {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@contextmanager
 def harmed(two: Two, path: str, harm: Harm, chance: random.Random) -> Iterator[int | None]:
     """Do harm to a file of the newer checkpoint, and put the true one back; the byte that was changed, if one was."""
     file = Path(two.newer) / path
     intact = file.read_bytes()
     try:
-        yield harm(file, chance)
+        with at_most(60):
+            yield harm(file, chance)
     finally:
         if file.is_dir() and not file.is_symlink():
             shutil.rmtree(file)

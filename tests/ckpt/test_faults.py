@@ -25,6 +25,7 @@ from core.errors import CheckpointError
 from tests.ckpt.harm import (
     ALONE,
     DAMAGES,
+    NOBODY,
     READ_ERRORS,
     Two,
     assert_loads_whole,
@@ -129,7 +130,7 @@ def test_an_error_of_the_disk_is_named_with_file_tensor_and_rank(two: Two) -> No
             damages = verify(two.newer)
             assert {(d.file, d.what) for d in damages} == {(path, "cannot be read: Input/output error")}
             hit = hit_by(two, path, None)
-            assert {(d.tensor, d.rank) for d in damages} == (hit or {(None, None)})
+            assert {(d.tensor, d.rank) for d in damages} == (hit or NOBODY)
             if hit:
                 said = refusal(two)
                 assert path in said and "Input/output error" in said

@@ -169,6 +169,17 @@ def test_a_rank_reads_the_bytes_of_its_own_blocks_alone(tmp_path: Path, monkeypa
     assert read_by(*(box for box, _ in flat_boxes(whole((32, 10)), 13, 65))) == 8 * 40
 
 
+def test_two_targets_of_the_same_piece_are_both_filled(tmp_path: Path) -> None:
+    truth = {"w": random_bits("w", (5, 3), torch.float32)}
+    folder = saved(tmp_path, truth)
+    targets = [target("w", (5, 3)), target("w", (5, 3))]
+    with watched(targets) as ledger:
+        load(folder, targets, ALONE)
+    ledger.assert_each_target_written_once()
+    ledger.assert_read_just_what_is_met(manifest_of(folder))
+    assert all(bits(t.data) == bits(truth["w"]) for t in targets)
+
+
 def test_flat_shards_over_other_numbers_of_ranks_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As ZeRO-1 cuts: ranges of a flat buffer that begin and end within rows of a piece that tp cut."""
     make_small(monkeypatch, block_bytes=64, own_file_bytes=128, share_bytes=64)

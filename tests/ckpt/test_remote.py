@@ -465,13 +465,16 @@ def test_a_server_that_does_not_answer_is_said(endpoint: str, monkeypatch: pytes
             read_manifest(RemoteFiles(url))
 
 
-def test_what_this_writes_another_client_of_the_store_reads(run: str, endpoint: str) -> None:
+def test_what_this_writes_another_client_of_the_store_reads(
+    run: str, endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Zarr arrays, opened by tensorstore straight from the bucket."""
-    checkpoint = save_as_ranks(run, 1, [[piece("v", torch.arange(70000.0), whole((70000,)))]])
+    make_small(monkeypatch, block_bytes=1000, own_file_bytes=1, share_bytes=1000)
+    checkpoint = save_as_ranks(run, 1, [[piece("v", torch.arange(700.0), whole((700,)))]])
     place = place_of(checkpoint)
     store = {"driver": "s3", "bucket": "zoo", "path": f"{place.prefix}/tensors/v", "endpoint": endpoint}
     spec = {"driver": "zarr3", "kvstore": store | {"aws_region": "us-east-1"}}
-    assert np.array_equal(ts.open(spec, open=True).result().read().result(), np.arange(70000, dtype=np.float32))
+    assert np.array_equal(ts.open(spec, open=True).result().read().result(), np.arange(700, dtype=np.float32))
 
 
 def test_no_thread_outlives_a_save(run: str) -> None:

@@ -172,6 +172,11 @@ def _why_no_manifest(files: Files) -> str:
         return f"{where}: this checkpoint is half-written (its save was interrupted); use an older one of the same run"
     if any(path.startswith("checkpoints/") for path in present):
         return f"{where}: this is a run folder; give one of the checkpoints in {where}/checkpoints"
+    if ".metadata" in present:
+        return (
+            f"{where}: torch.distributed.checkpoint wrote this, without the checksums that loading needs; make a checkpoint of it "
+            "with `ckpt convert`"
+        )
     return f"{where}: this is not a checkpoint (it has no {MANIFEST})"
 
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 import ckpt.blocks
 from ckpt.dtype import ITEM_BYTES
 from ckpt.files.local import LocalFiles
-from ckpt.manifest import Manifest
+from ckpt.manifest import Manifest, read_manifest
 from ckpt.read import read_into
 from ckpt.store.torch_folder import is_torch_folder, manifest_of_torch_dist
 from core.errors import CheckpointError
@@ -136,3 +136,9 @@ def test_a_type_that_no_checkpoint_holds_is_named(tmp_path: Path) -> None:
     files = save_with_torch({"w": torch.zeros(3, dtype=torch.complex64)}, tmp_path)
     with pytest.raises(CheckpointError, match=r"w is complex64\. Works: bool"):
         manifest_of_torch_dist(files)
+
+
+def test_loading_such_a_folder_tells_what_to_do(tmp_path: Path) -> None:
+    files = save_with_torch({"w": torch.zeros(3)}, tmp_path)
+    with pytest.raises(CheckpointError, match=r"torch\.distributed\.checkpoint wrote this.*`ckpt convert`"):
+        read_manifest(files)

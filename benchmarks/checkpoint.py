@@ -276,7 +276,7 @@ def _stalls(rank: int, ranks: int, run: Path, size: int, repeat: int) -> tuple[f
 
     synchronous, stalled, alone, beside = [], [], [], []
     torch.set_num_threads(os.cpu_count() or 1)
-    with AsynchronousSaver(run, groups.world, Saving(keep=1)) as saver:
+    with AsynchronousSaver(run, groups.checkpoint, Saving(keep=1)) as saver:
         saver.prepare(tensors)
         for step in range(repeat + 1):
             settle(rank)
@@ -370,7 +370,6 @@ def on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any) -> list[
 
 def _rank(function: Callable[..., Any], rank: int, ranks: int, store: str, arguments: tuple[Any, ...]) -> Any:
     torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     answer = function(rank, ranks, *arguments)
     dist.destroy_process_group()

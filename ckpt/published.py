@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ckpt.declared import Ahead, open_declared
+from ckpt.declared import CONFIG, Ahead, open_declared
 from ckpt.huggingface import other_files
 from ckpt.shards import KnownScales
 from ckpt.source import MODEL_PREFIX, Described, Form
@@ -61,12 +61,13 @@ class PublishedSource:
         return self._scales.read(published)
 
     def describe(self) -> Described:
-        """The model, its config.json, and the files beside it: among them the index, which says in which file each tensor is and
-        which copies there are; one is made up for a folder of one file."""
+        """The model, its config.json, and the files beside it; among them config.json as it stands, and the index, which says in
+        which file each tensor is and which copies there are; one is made up for a folder of one file."""
         declared = self._declared
         placed = {name: tensor.file for name, tensor in sorted(declared.opened.stored.items())}
         index = declared.opened.index_text or json.dumps({"weight_map": placed})
         assets = {path.name: path.read_bytes() for path in other_files(self.folder)} | {INDEX: index.encode()}
+        assets |= {} if declared.text is None else {CONFIG: declared.text.encode()}
         return Described(family=declared.family.name, model=declared.model, published=declared.config, assets=assets)
 
     def close(self) -> None:

@@ -87,14 +87,14 @@ class Job:
     known: Callable[[str], Tensor | None]
 
 
-def write_files(job: Job, held: Held, world: Group, device: torch.device, round_bytes: int = ROUND_BYTES) -> None:
+def write_files(job: Job, held: Held, world: Group, device: torch.device) -> None:
     """Write every file of the layout. Collective over `world`; each rank writes some of them, round by round, to the end.
 
-    At most about round_bytes of other ranks' tensors (or one larger tensor per writing rank) are on a rank at a time. Raises
+    At most about ROUND_BYTES of other ranks' tensors (or one larger tensor per writing rank) are on a rank at a time. Raises
     CheckpointError on every rank where one of them fails.
     """
     writers = _writers(job.layout, world.size)
-    budget = max(1, round_bytes // min(world.size, len(job.layout.files)))
+    budget = max(1, ROUND_BYTES // min(world.size, len(job.layout.files)))
     turns = [tuple(_turns(job.layout, files, budget)) for files in writers]
     load, writing = Counter[int](), _Writing(job)
     try:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -52,23 +53,21 @@ class Placed:
 
 
 class TensorFile:
-    """An open file. `tensors`: by name; `metadata`: what its header says beside them.
+    """An open file. `tensors`: by name; `metadata`: what its header says beside them; `close`: nothing can be read afterwards.
 
     Raises ValueError, with the reason, where the file is none of safetensors or is cut short; OSError where it cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = path.open("rb", buffering=0)
+        self._descriptor = os.open(path, os.O_RDONLY)
+        # Whoever opens a source need not close it: it closes with the last reference.
+        self.close = finalize(self, os.close, self._descriptor)
         try:
-            self.metadata, self.tensors = _read_header(self._file.fileno())
+            self.metadata, self.tensors = _read_header(self._descriptor)
         except BaseException:
-            self._file.close()
+            self.close()
             raise
-
-    def close(self) -> None:
-        """Nothing can be read afterwards."""
-        self._file.close()
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
         """The piece `box` (None: all) of a tensor, contiguous, in its own dtype. Raises CheckpointError."""
@@ -118,7 +117,7 @@ class TensorFile:
     def _read(self, into: Tensor, offset: int) -> None:
         view = memoryview(into.numpy().data)
         while view:
-            got = os.preadv(self._file.fileno(), [view], offset)
+            got = os.preadv(self._descriptor, [view], offset)
             if not got:
                 raise EOFError(f"the file ends at byte {offset}")
             view, offset = view[got:], offset + got

@@ -174,8 +174,8 @@ def _why_no_manifest(files: Files) -> str:
         return f"{where}: this is a run folder; give one of the checkpoints in {where}/checkpoints"
     if ".metadata" in present:
         return (
-            f"{where}: torch.distributed.checkpoint wrote this, without the checksums that loading needs; make a checkpoint of it "
-            "with `ckpt convert`"
+            f"{where}: this has no {MANIFEST} with the checksums that loading needs. If torch.distributed.checkpoint wrote this, make a "
+            "checkpoint of it with `ckpt convert`; if a run did, it is damaged, and another one of that run is to be used"
         )
     return f"{where}: this is not a checkpoint (it has no {MANIFEST})"
 

@@ -157,10 +157,12 @@ READ_ERRORS: dict[str, Harm] = {
 
 @contextmanager
 def at_most(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError where the main thread waits longer, be it in a system call."""
+    """Interrupt the main thread where it takes longer, be it in a system call, and fail, whatever becomes of the interruption."""
+    late = []
 
     def give_up(*_: object) -> None:
-        raise TimeoutError(f"not done within {seconds:g} s")
+        late.append(seconds)
+        raise AssertionError(f"not done within {seconds:g} s")
 
     before = signal.signal(signal.SIGALRM, give_up)
     signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -169,6 +171,7 @@ def at_most(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+    assert not late, f"not done within {seconds:g} s"
 
 
 @contextmanager

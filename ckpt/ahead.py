@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sized
+from typing import Generic, TypeVar
 
-from ckpt.files.protocol import Buffer
+Item = TypeVar("Item", bound=Sized)
 
 
-def ahead(items: Iterator[Buffer], most_bytes: int) -> Generator[Buffer, None, None]:
-    """The items in order; of those that are made and not yet taken, no more than one begins beyond `most_bytes`.
+def ahead(items: Iterator[Item], most_bytes: int) -> Generator[Item, None, None]:
+    """The items in order; of those that are made and not yet taken, no more than one begins beyond `most_bytes`, counted by `len`.
 
     What making them raises is raised here. Closing the iterator ends the thread.
     """
-    line = _Line(most_bytes)
+    line = _Line[Item](most_bytes)
     thread = threading.Thread(target=line.fill, args=(items,), daemon=True)
     thread.start()
     try:
@@ -24,19 +25,19 @@ def ahead(items: Iterator[Buffer], most_bytes: int) -> Generator[Buffer, None, N
         thread.join()
 
 
-class _Line:
+class _Line(Generic[Item]):
     """What waits between the thread that makes and the one that takes."""
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes = most_bytes
         self.changed = threading.Condition()
-        self.waiting: deque[Buffer] = deque()
+        self.waiting: deque[Item] = deque()
         self.bytes = 0
         self.closed = False
         self.done = False
         self.error: BaseException | None = None
 
-    def fill(self, items: Iterator[Buffer]) -> None:
+    def fill(self, items: Iterator[Item]) -> None:
         try:
             for item in items:
                 with self.changed:
@@ -53,7 +54,7 @@ class _Line:
                 self.done = True
                 self.changed.notify_all()
 
-    def taken(self) -> Iterator[Buffer]:
+    def taken(self) -> Iterator[Item]:
         while True:
             with self.changed:
                 self.changed.wait_for(lambda: self.waiting or self.done)

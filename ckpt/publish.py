@@ -8,13 +8,14 @@ import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from ckpt.ahead import ahead
 from ckpt.float8 import BLOCK, SCALE, quantise
 from ckpt.folder_plan import FolderPlan, Publishing, plan_folder
 from ckpt.gather import Output
@@ -25,7 +26,7 @@ from ckpt.source import MODEL_PREFIX, Source
 from ckpt.store.safetensors import check_free, commit
 from ckpt.store.tensorfile import TensorWriter
 from ckpt.stream import Opener, Progress, Streaming
-from ckpt.translate import read_published
+from ckpt.translate import Read, read_published
 from ckpt.workers import share_out
 from core.errors import CheckpointError, RequestError
 from core.state.box import Box
@@ -153,8 +154,23 @@ class _Account:
 
 
 @dataclass(frozen=True)
+class _Band:
+    """What belongs into a file: parts of its tensors, each with its name and the elements before it. `len`: the bytes.
+
+    finished: the number of the item of which it is the last.
+    """
+
+    file: str
+    parts: tuple[tuple[str, int, Tensor], ...]
+    finished: int | None = None
+
+    def __len__(self) -> int:
+        return sum(data.nbytes for _, _, data in self.parts)
+
+
+@dataclass(frozen=True)
 class _Writer:
-    """Writes items, in whichever process it is called."""
+    """Writes items, in whichever process it is called; the next band is read while one is written."""
 
     opener: Opener
     partial: Path
@@ -163,50 +179,58 @@ class _Writer:
     run_bytes: int
 
     def __call__(self, numbers: Sequence[int], say: Callable[[Any], None]) -> None:
-        source = self.opener()
-        known = source.known_scales if isinstance(source, PublishedSource) else _nothing
         writers: dict[str, TensorWriter] = {}
         try:
-            for number in numbers:
-                file = self.items[number].file
-                if file not in writers:
-                    path = self.partial / (file + WRITING)
-                    writers[file] = TensorWriter(path, plan_of(self.layout.files[file], METADATA), begin=False)
-                for output in self.items[number].outputs:
-                    scales = None if output.scales is None else known(output.published.name)
-                    self._write(output, source, writers[file], (scales, say))
-                say((number, None))
+            with closing(ahead(self._bands(self.opener(), numbers), self.run_bytes)) as bands:
+                for band in bands:
+                    if band.file not in writers:
+                        path, outputs = self.partial / (band.file + WRITING), self.layout.files[band.file]
+                        writers[band.file] = TensorWriter(path, plan_of(outputs, METADATA), begin=False)
+                    for name, first, data in band.parts:
+                        writers[band.file].write(name, first, data)
+                    say(len(band))
+                    if band.finished is not None:
+                        say((band.finished, None))
         finally:
             for writer in writers.values():
                 writer.close(sync=False)
 
-    def _write(
-        self, output: Output, source: Source, writer: TensorWriter, how: tuple[Tensor | None, Callable[[Any], None]]
-    ) -> None:
-        """One tensor, a band of rows after the other; of blocks, a row of them at a time."""
-        (known, say), shape = how, output.published.shape
-        row = max(1, output.published.elements // max(1, shape[0])) if shape else 1
-        step = max(1, self.run_bytes // (row * 4))
-        if output.scales is not None:
-            step = max(BLOCK, step // BLOCK * BLOCK)
+    def _bands(self, source: Source, numbers: Sequence[int]) -> Iterator[_Band]:
+        """All that is written for some items."""
+        known = source.known_scales if isinstance(source, PublishedSource) else _nothing
 
         def read(name: str, box: Box) -> Tensor:
             return source.read(MODEL_PREFIX + name, box)
 
-        (name,) = output.names
-        for first in range(0, shape[0], step):
-            box = Box(offset=(first, *(0 for _ in shape[1:])), shape=(min(step, shape[0] - first), *shape[1:]))
-            if output.scales is None:
-                data = read_published(output.published, box, read, output.dtype)
-                writer.write(name, first * row, data)
-                say(data.nbytes)
-                continue
-            blocks = slice(first // BLOCK, -(-(first + box.shape[0]) // BLOCK))
-            wide = read_published(output.published, box, read, output.travels)
-            numbers, scale = quantise(wide, None if known is None else known[blocks])
-            writer.write(name, first * row, numbers)
-            writer.write(name + SCALE, blocks.start * scale.shape[1], scale.to(output.scales))
-            say(numbers.nbytes + scale.to(output.scales).nbytes)
+        for number in numbers:
+            item = self.items[number]
+            for output in item.outputs:
+                scales = None if output.scales is None else known(output.published.name)
+                for box in _rows(output, self.run_bytes):
+                    yield _Band(file=item.file, parts=_parts(output, box, read, scales))
+            yield _Band(file=item.file, parts=(), finished=number)
+
+
+def _rows(output: Output, run_bytes: int) -> Iterator[Box]:
+    """Bands of the rows of a tensor, of about run_bytes in float32; those of blocks end with one."""
+    shape = output.published.shape
+    row = max(1, output.published.elements // max(1, shape[0]))
+    step = max(1, run_bytes // (row * 4))
+    if output.scales is not None:
+        step = max(BLOCK, step // BLOCK * BLOCK)
+    for first in range(0, shape[0], step):
+        yield Box(offset=(first, *(0 for _ in shape[1:])), shape=(min(step, shape[0] - first), *shape[1:]))
+
+
+def _parts(output: Output, box: Box, read: Read, known: Tensor | None) -> tuple[tuple[str, int, Tensor], ...]:
+    """What a band of rows is in the file: the rows, or their numbers and the scales of their blocks."""
+    (name,), first = output.names, box.offset[0] * (box.elements // box.shape[0])
+    if output.scales is None:
+        return ((name, first, read_published(output.published, box, read, output.dtype)),)
+    blocks = slice(box.offset[0] // BLOCK, -(-(box.offset[0] + box.shape[0]) // BLOCK))
+    wide = read_published(output.published, box, read, output.travels)
+    numbers, scale = quantise(wide, None if known is None else known[blocks])
+    return (name, first, numbers), (name + SCALE, blocks.start * scale.shape[1], scale.to(output.scales))
 
 
 def _nothing(name: str) -> None:

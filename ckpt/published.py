@@ -16,7 +16,7 @@ from ckpt.huggingface import other_files
 from ckpt.shards import KnownScales
 from ckpt.source import MODEL_PREFIX, Described, Form
 from ckpt.store.safetensors import INDEX
-from ckpt.translate import fill
+from ckpt.translate import read_state
 from core.config.architecture import ModelConfig
 from core.state.box import Box
 
@@ -36,9 +36,9 @@ class PublishedSource:
             self._scales = KnownScales(self.folder, stored)
             files.callback(self._scales.close)
             self._files = files.pop_all()
-        self._shapes, self._choice = self._declared.shapes, self._declared.choice
+        self._rules, self._choice, shapes = self._declared.rules, self._declared.choice, self._declared.shapes
         self._forms = {
-            MODEL_PREFIX + name: Form(shape=self._shapes[name], dtype=self._dtype(names))
+            MODEL_PREFIX + name: Form(shape=shapes[name], dtype=self._dtype(names))
             for name, names in self._declared.sources().items()
         }
 
@@ -50,11 +50,8 @@ class PublishedSource:
     def read(self, name: str, box: Box) -> Tensor:
         """The piece `box`; of the files only what lies in it is read. Raises CheckpointError where a value is not a number, and where
         a published copy of a tensor differs from it."""
-        canonical, form = name.removeprefix(MODEL_PREFIX), self._forms[name]
-        out = torch.empty(box.shape, dtype=getattr(torch, form.dtype))
-        where = (self._declared.rules, self._choice, self._declared.opened.read)
-        fill(canonical, out, box, form.shape, where)
-        return out
+        form, where = self._forms[name], (self._rules, self._choice, self._declared.opened.read)
+        return read_state(name.removeprefix(MODEL_PREFIX), form.shape, box, getattr(torch, form.dtype), where)
 
     def known_scales(self, published: str) -> Tensor | None:
         """The block scales with which a published tensor is stored, None for one that has none."""

@@ -26,27 +26,51 @@ def import_state(rules: Rules, choice: Choice, targets: Mapping[str, ShardedTens
     a published copy differs from the tensor that it should repeat.
     """
     for name, target in targets.items():
-        fill(name, target.data, target.box, target.shape, (rules, choice, read))
+        parts = _parts(name, target.shape, target.box, (rules, choice))
+        _fill(target.data, target.box, parts, read)
+        _check(name, target.data, target.box, (parts, choice.copies[name], read))
 
 
 @torch.no_grad()
-def fill(name: str, out: Tensor, box: Box, shape: Shape, where: tuple[Rules, Choice, Read]) -> None:
-    """Fill `out`, the piece `box` of the canonical tensor `name` of `shape`; see `import_state`."""
+def read_state(name: str, shape: Shape, box: Box, dtype: torch.dtype, where: tuple[Rules, Choice, Read]) -> Tensor:
+    """The piece `box` of the canonical tensor `name` of `shape`, from published tensors; errors as for `import_state`."""
     rules, choice, read = where
+    parts = _parts(name, shape, box, (rules, choice))
+    if len(parts) == 1:
+        out = _as_ours(read(parts[0].name, parts[0].box), parts[0]).to(dtype).contiguous()
+    else:
+        out = torch.empty(box.shape, dtype=dtype)
+        _fill(out, box, parts, read)
+    _check(name, out, box, (parts, choice.copies[name], read))
+    return out
+
+
+def _parts(name: str, shape: Shape, box: Box, where: tuple[Rules, Choice]) -> tuple[Piece, ...]:
+    """The published pieces that are read for a box: together they have each of its elements."""
+    rules, choice = where
     _, numbers = match(rules, name)
     parts = tuple(pieces(choice.forms[name], numbers, shape, box))
+    written = sum(piece.box.elements for piece in parts)
+    assert written == box.elements, f"{name}: {written} of {box.elements} elements have a source"
+    return parts
+
+
+def _fill(out: Tensor, box: Box, parts: Sequence[Piece], read: Read) -> None:
+    """Write what published pieces hold into `out`, the piece `box` of ours."""
     out.fill_(float("nan"))
     for piece in parts:
         inside(out, box, piece.target).copy_(_as_ours(read(piece.name, piece.box), piece))
-    written = sum(piece.box.elements for piece in parts)
-    assert written == box.elements, f"{name}: {written} of {box.elements} elements have a source"
-    # A maximum is no number where any of its elements is none, and takes a tenth of the time of looking at each.
-    if out.numel() and out.amax().isnan():
+
+
+def _check(name: str, out: Tensor, box: Box, how: tuple[Sequence[Piece], Sequence[str], Read]) -> None:
+    """Raises CheckpointError where a value is no number, or a copy has another one."""
+    parts, copies, read = how
+    if out.isnan().any():
         sources = ", ".join(sorted({piece.name for piece in parts})[:3])
         raise CheckpointError(
             f"{name} has values that are not numbers after it was read from {sources}: damaged weights"
         )
-    for copy in choice.copies[name]:
+    for copy in copies:
         if not torch.equal(read(copy, box).to(out.dtype), out):
             raise CheckpointError(
                 f"{copy} should be a copy of what {name} is read from, but differs; the model has one"

@@ -12,8 +12,7 @@ from ckpt.bar import bar
 from ckpt.diff import CHUNK_BYTES, Difference, compare, is_same
 from ckpt.opening import open_any
 from ckpt.source import Form
-from ckpt.stream import PROCESS_BYTES
-from core.errors import RequestError
+from ckpt.workers import memory_of_each
 
 # A chunk of each side, and of one both in float64 a part at a time; sources read by way of wider types.
 CHUNKS_IN_MEMORY = 8
@@ -32,15 +31,8 @@ class Asked:
     @property
     def chunk_bytes(self) -> int:
         """How much of a tensor a process reads at a time. Raises RequestError where memory is too little for anything."""
-        processes = self.workers + (self.workers > 1)
-        room = self.memory_bytes - processes * PROCESS_BYTES
-        least = self.workers * CHUNKS_IN_MEMORY * LEAST_CHUNK_BYTES
-        if room < least:
-            raise RequestError(
-                f"--memory={self.memory_bytes >> 20}MiB: {self.workers} worker processes need "
-                f"{(processes * PROCESS_BYTES + least) >> 20}MiB at least. Give more, or fewer --workers."
-            )
-        return min(CHUNK_BYTES, room // (self.workers * CHUNKS_IN_MEMORY))
+        room = memory_of_each(self.memory_bytes, self.workers, CHUNKS_IN_MEMORY * LEAST_CHUNK_BYTES)
+        return min(CHUNK_BYTES, room // CHUNKS_IN_MEMORY)
 
 
 def compare_addresses(a: str, b: str, asked: Asked) -> list[Difference]:

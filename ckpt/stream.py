@@ -20,7 +20,7 @@ from ckpt.source import Source
 from ckpt.store.find import find_store
 from ckpt.store.protocol import Written, write_file
 from ckpt.target import Target
-from ckpt.workers import share_out, shares
+from ckpt.workers import memory_of_each, share_out, shares
 from core.errors import CheckpointError, RequestError
 from core.state.box import Box
 
@@ -28,9 +28,7 @@ from core.state.box import Box
 Opener = Callable[[], Source]
 # Called with the bytes done and in all.
 Progress = Callable[[int, int], None]
-# What a process takes for itself, beside the bytes that pass through it.
-PROCESS_BYTES = 320 << 20
-# What passes through it: a run of blocks that is being written, one that waits, and one that a source makes, by way of wider types.
+# What passes through a process: a run of blocks that is being written, one that waits, and one that a source makes, by way of wider types.
 RUNS_IN_MEMORY = 10
 MOST_RUN_BYTES = 32 << 20
 LEAST_RUN_BYTES = 8 << 20
@@ -54,15 +52,8 @@ class Streaming:
     @property
     def run_bytes(self) -> int:
         """How much one process reads at a time. Raises RequestError where memory_bytes is too little for anything."""
-        processes = self.workers + (self.workers > 1)
-        room = self.memory_bytes - processes * PROCESS_BYTES
-        least = self.workers * RUNS_IN_MEMORY * LEAST_RUN_BYTES
-        if room < least:
-            raise RequestError(
-                f"--memory={self.memory_bytes / 2**20:,.0f}MiB: {self.workers} worker processes need "
-                f"{(processes * PROCESS_BYTES + least) >> 20}MiB at least. Give more, or fewer --workers."
-            )
-        return min(MOST_RUN_BYTES, room // (self.workers * RUNS_IN_MEMORY))
+        room = memory_of_each(self.memory_bytes, self.workers, RUNS_IN_MEMORY * LEAST_RUN_BYTES)
+        return min(MOST_RUN_BYTES, room // RUNS_IN_MEMORY)
 
 
 @dataclass(frozen=True, kw_only=True)

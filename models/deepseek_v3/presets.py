@@ -1,5 +1,6 @@
 """Set-ups per hardware."""
 
-from core.config.small import TINY_CPU, TINY_GPU
+from core.config.small import CONTINUED_CPU, CONTINUED_GPU, TINY_CPU, TINY_GPU
 
 PRESETS = (TINY_CPU, TINY_GPU)
+CONTINUED = (CONTINUED_CPU, CONTINUED_GPU)

@@ -3,7 +3,7 @@
 from core.config.family import DenseKin, Family
 from models.mixtral.architecture import SIZES
 from models.mixtral.huggingface import HUGGINGFACE
-from models.mixtral.presets import PRESETS
+from models.mixtral.presets import CONTINUED, PRESETS
 
 FAMILY = Family(
     name="mixtral",
@@ -12,5 +12,6 @@ FAMILY = Family(
     sizes=SIZES,
     presets=PRESETS,
     huggingface=HUGGINGFACE,
+    continued=CONTINUED,
     dense=(DenseKin(model_type="llama"), DenseKin(model_type="mistral")),
 )

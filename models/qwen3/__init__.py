@@ -3,7 +3,7 @@
 from core.config.family import DenseKin, Family, TextSplit
 from models.qwen3.architecture import SIZES
 from models.qwen3.huggingface import HUGGINGFACE
-from models.qwen3.presets import PRESETS
+from models.qwen3.presets import CONTINUED, PRESETS
 
 # As in the tokenizer.json of the releases; every digit is a word of its own.
 TEXT = TextSplit(
@@ -17,5 +17,6 @@ FAMILY = Family(
     sizes=SIZES,
     presets=PRESETS,
     huggingface=HUGGINGFACE,
+    continued=CONTINUED,
     dense=(DenseKin(model_type="qwen3", head_norm=True), DenseKin(model_type="qwen2", attention_bias=True, text=TEXT)),
 )

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from ckpt.memory import workers_that_fit
 from core.errors import RequestError, ZooError
 
 EPILOG = """\b
@@ -305,9 +306,7 @@ def _effort(work: dict[str, Any]) -> dict[str, Any]:
 
 def workers_for(memory_bytes: int, asked: int | None) -> int:
     """The processes to use where the user does not say: one per core, as far as memory goes."""
-    # A process takes a third of a GiB for itself, and the one that starts them too.
-    fit = memory_bytes // (400 << 20) - 1
-    return asked or max(1, min(MOST_WORKERS, len(os.sched_getaffinity(0)), fit))
+    return asked or min(MOST_WORKERS, os.cpu_count() or 1, workers_that_fit(memory_bytes))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -10,13 +10,12 @@ from dataclasses import asdict, dataclass
 
 from ckpt.bar import bar
 from ckpt.diff import CHUNK_BYTES, Difference, compare, is_same
+from ckpt.memory import memory_of_each
 from ckpt.opening import open_any
 from ckpt.source import Form
-from ckpt.workers import memory_of_each
 
 # A chunk of each side, and of one both in float64 a part at a time; sources read by way of wider types.
 CHUNKS_IN_MEMORY = 8
-LEAST_CHUNK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +30,7 @@ class Asked:
     @property
     def chunk_bytes(self) -> int:
         """How much of a tensor a process reads at a time. Raises RequestError where memory is too little for anything."""
-        room = memory_of_each(self.memory_bytes, self.workers, CHUNKS_IN_MEMORY * LEAST_CHUNK_BYTES)
+        room = memory_of_each(self.memory_bytes, self.workers)
         return min(CHUNK_BYTES, room // CHUNKS_IN_MEMORY)
 
 

@@ -13,6 +13,7 @@ from ckpt.dtype import item_bytes
 from ckpt.files.address import open_files
 from ckpt.files.protocol import Address, Buffer
 from ckpt.manifest import Codec, require_json
+from ckpt.memory import memory_of_each
 from ckpt.plan import PIECE_BYTES, Held, plan_save
 from ckpt.runs import Runs
 from ckpt.save import Planned, finish
@@ -20,7 +21,7 @@ from ckpt.source import Source
 from ckpt.store.find import find_store
 from ckpt.store.protocol import Written, write_file
 from ckpt.target import Target
-from ckpt.workers import memory_of_each, share_out, shares
+from ckpt.workers import share_out, shares
 from core.errors import CheckpointError, RequestError
 from core.state.box import Box
 
@@ -31,7 +32,6 @@ Progress = Callable[[int, int], None]
 # What passes through a process: a run of blocks that is being written, one that waits, and one that a source makes, by way of wider types.
 RUNS_IN_MEMORY = 10
 MOST_RUN_BYTES = 32 << 20
-LEAST_RUN_BYTES = 8 << 20
 # A file is what is written again after a kill, and what one process writes: neither a few huge ones nor a great many.
 LEAST_PIECE_BYTES = 64 << 20
 FILES_OF_A_LARGE_ONE = 64
@@ -52,7 +52,7 @@ class Streaming:
     @property
     def run_bytes(self) -> int:
         """How much one process reads at a time. Raises RequestError where memory_bytes is too little for anything."""
-        room = memory_of_each(self.memory_bytes, self.workers, RUNS_IN_MEMORY * LEAST_RUN_BYTES)
+        room = memory_of_each(self.memory_bytes, self.workers)
         return min(MOST_RUN_BYTES, room // RUNS_IN_MEMORY)
 
 

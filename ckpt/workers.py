@@ -15,28 +15,11 @@ from typing import Any
 
 import torch
 
-from core.errors import CheckpointError, RequestError, ZooError
+from core.errors import CheckpointError, ZooError
 
 # work(share, say): does its share and says whatever it has to say, all of which can be sent to another process.
 Work = Callable[[Sequence[int], Callable[[Any], None]], None]
 PR_SET_PDEATHSIG = 1
-# What a process takes for itself: Python, torch, and the descriptions of files and tensors.
-PROCESS_BYTES = 320 << 20
-
-
-def memory_of_each(memory_bytes: int, workers: int, least: int) -> int:
-    """What each of the workers may take beside what a process takes anyway, so that all together stay below `memory_bytes`.
-
-    Raises RequestError where that is less than `least`.
-    """
-    # Several workers are started by a process that takes its part too.
-    own = (workers + (workers > 1)) * PROCESS_BYTES
-    if memory_bytes < own + workers * least:
-        raise RequestError(
-            f"--memory={memory_bytes >> 20}MiB: {workers} worker process{'es need' if workers > 1 else ' needs'} "
-            f"{(own + workers * least) >> 20}MiB at least. Give more{', or fewer --workers' if workers > 1 else ''}."
-        )
-    return (memory_bytes - own) // workers
 
 
 def share_out(work: Work, shares: Sequence[Sequence[int]], hear: Callable[[Any], None], what: str) -> None:

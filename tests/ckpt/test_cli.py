@@ -17,8 +17,11 @@ from safetensors.torch import load_file
 from ckpt.cli import Size, main, workers_for
 from ckpt.files.local import LocalFiles
 from ckpt.manifest import read_manifest
+from ckpt.memory import workers_that_fit
 from ckpt.save import Saving
+from ckpt.stream import Streaming
 from core.config.mapping import ParallelConfig
+from core.errors import RequestError
 from tests.ckpt.dense_models import dense_model, write_gguf
 from tests.ckpt.pieces import bits
 from tests.ckpt.stored_models import save_run
@@ -98,6 +101,10 @@ def test_workers_follow_memory_where_nobody_says_how_many() -> None:
     assert workers_for(1 << 30, None) == 1
     assert workers_for(1 << 30, 3) == 3
     assert 1 <= workers_for(64 << 30, None) <= 4
+    for gib in (1, 2, 3, 5):
+        assert Streaming(memory_bytes=gib << 30, workers=workers_that_fit(gib << 30)).run_bytes
+        with pytest.raises(RequestError):
+            _ = Streaming(memory_bytes=gib << 30, workers=workers_that_fit(gib << 30) + 1).run_bytes
 
 
 def test_inspect_shows_the_latest_checkpoint_of_a_run_folded(ckpt: Ckpt, run: Path) -> None:

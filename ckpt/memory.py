@@ -1,0 +1,31 @@
+"""How much memory processes take, and how much is left for what passes through them. Needs no torch: `ckpt --help` reads it."""
+
+from __future__ import annotations
+
+from core.errors import RequestError
+
+# What a process takes for itself: Python, torch, and the descriptions of files and tensors.
+PROCESS_BYTES = 384 << 20
+# What one worker needs beside, at least.
+LEAST_BYTES = 80 << 20
+
+
+def memory_of_each(memory_bytes: int, workers: int) -> int:
+    """What each of the workers may take beside what a process takes anyway, so that all together stay below `memory_bytes`.
+
+    Raises RequestError where that is less than LEAST_BYTES.
+    """
+    # Several workers are started by a process that takes its part too.
+    own = (workers + (workers > 1)) * PROCESS_BYTES
+    needed = own + workers * LEAST_BYTES
+    if memory_bytes < needed:
+        raise RequestError(
+            f"--memory={memory_bytes >> 20}MiB: {workers} worker process{'es need' if workers > 1 else ' needs'} "
+            f"{needed >> 20}MiB at least. Give more{', or fewer --workers' if workers > 1 else ''}."
+        )
+    return (memory_bytes - own) // workers
+
+
+def workers_that_fit(memory_bytes: int) -> int:
+    """The most workers that can be had in so much memory; 1 where it is too little for any."""
+    return max(1, (memory_bytes - PROCESS_BYTES) // (PROCESS_BYTES + LEAST_BYTES))

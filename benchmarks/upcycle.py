@@ -46,8 +46,8 @@ UPCYCLE = ("--model", FAMILY, "--experts", "8", "--top-k", "2", "--granularity",
 BOUNDED = ("--memory", "1GiB", "--workers", "1")
 SEQUENCE_TOKENS, GLOBAL_BATCH, EVAL_SEQUENCES = 512, 2, 12
 LOGIT_TOKENS, DOUBLE_TOKENS = 512, 128
-# In float64 nothing is left but the rounding of logits to float32. In float32 two ways to sum the same numbers differ, in logits
-# of up to 45, by as much as either differs from the truth.
+# In float32 two ways to sum the same numbers differ in logits of up to 45, by about as much as either differs from the truth. In
+# float64 next to nothing is left.
 MOST_DIFFERENCE = 1e-4
 PROMPT = 'def read_lines(path):\n    """Return the lines of'
 NEW_TOKENS = 48

@@ -70,7 +70,7 @@ class DeepSeekFolder:
             "model_type": "deepseek_v3",
             "attention_bias": False,
             "attention_dropout": 0.0,
-            "aux_loss_alpha": sum(losses),
+            "aux_loss_alpha": sum(losses, 0.0),
             "first_k_dense_replace": sum(isinstance(layer.mlp, Dense) for layer in model.layers),
             "hidden_act": "silu",
             "hidden_size": model.hidden,

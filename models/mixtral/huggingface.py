@@ -84,7 +84,7 @@ class MixtralFolder:
             "num_key_value_heads": attention.kv_heads,
             "num_local_experts": moe.experts,
             "rms_norm_eps": model.norm.eps,
-            "router_aux_loss_coef": sum(losses),
+            "router_aux_loss_coef": sum(losses, 0.0),
             "sliding_window": None,
             "tie_word_embeddings": model.tied_embeddings,
             "vocab_size": model.vocab,

@@ -70,7 +70,7 @@ class Qwen3Folder:
             "num_hidden_layers": len(model.layers),
             "num_key_value_heads": attention.kv_heads,
             "rms_norm_eps": model.norm.eps,
-            "router_aux_loss_coef": sum(losses),
+            "router_aux_loss_coef": sum(losses, 0.0),
             "sliding_window": None,
             "tie_word_embeddings": model.tied_embeddings,
             "use_sliding_window": False,

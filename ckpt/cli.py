@@ -208,7 +208,7 @@ def reshard(
     from ckpt.opening import open_any
 
     opened = open_any(src, mtp)
-    streaming = offline.streaming_for(opened, store, codec, **_effort(work))
+    streaming = offline.streaming_for(opened, store, codec, **_effort(work, dst))
     job, parallel = offline.reshard_job(opened, dst, streaming, settings)
     click.echo(f"for ranks of {mapping_text(parallel)}")
     offline.carry_out(job, click.echo, dry_run=work["dry_run"])
@@ -229,9 +229,11 @@ def convert(src: str, dst: str, to: str, dtype: str | None, codec: str | None, m
 
     opened = open_any(src, mtp)
     if to == "hf":
-        offline.publish(opened, dst, dtype=dtype, family=None, say=click.echo, **_effort(work), dry_run=work["dry_run"])
+        offline.publish(
+            opened, dst, dtype=dtype, family=None, say=click.echo, **_effort(work, dst), dry_run=work["dry_run"]
+        )
         return
-    streaming = offline.streaming_for(opened, to, codec, **_effort(work))
+    streaming = offline.streaming_for(opened, to, codec, **_effort(work, dst))
     offline.carry_out(offline.convert_job(opened, dst, streaming, dtype), click.echo, dry_run=work["dry_run"])
 
 
@@ -252,7 +254,9 @@ def export(src: str, out: str, dtype: str | None, family: str | None, mtp: Any, 
     from ckpt.opening import open_any
 
     opened = open_any(src, mtp)
-    offline.publish(opened, out, dtype=dtype, family=family, say=click.echo, **_effort(work), dry_run=work["dry_run"])
+    offline.publish(
+        opened, out, dtype=dtype, family=family, say=click.echo, **_effort(work, out), dry_run=work["dry_run"]
+    )
 
 
 @cli.command()
@@ -294,19 +298,19 @@ def upcycle(dense: str, out: str, to: str, codec: str | None, **asked: Any) -> N
     from ckpt import offline
 
     work = {name: asked.pop(name) for name in ("memory", "workers", "overwrite", "dry_run")}
-    streaming = offline.streaming_for(None, to, codec, **_effort(work))
+    streaming = offline.streaming_for(None, to, codec, **_effort(work, out))
     offline.upcycle(dense, out, streaming, say=click.echo, dry_run=work["dry_run"], **asked)
 
 
-def _effort(work: dict[str, Any]) -> dict[str, Any]:
+def _effort(work: dict[str, Any], target: str) -> dict[str, Any]:
     """Memory, workers and whether to overwrite, as the work takes them."""
-    memory = work["memory"]
-    return {"memory_bytes": memory, "workers": workers_for(memory, work["workers"]), "overwrite": work["overwrite"]}
+    memory, workers = work["memory"], workers_for(work["memory"], work["workers"], uploads="://" in target)
+    return {"memory_bytes": memory, "workers": workers, "overwrite": work["overwrite"]}
 
 
-def workers_for(memory_bytes: int, asked: int | None) -> int:
+def workers_for(memory_bytes: int, asked: int | None, *, uploads: bool = False) -> int:
     """The processes to use where the user does not say: one per core, as far as memory goes."""
-    return asked or min(MOST_WORKERS, os.cpu_count() or 1, workers_that_fit(memory_bytes))
+    return asked or min(MOST_WORKERS, os.cpu_count() or 1, workers_that_fit(memory_bytes, uploads))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -8,15 +8,18 @@ from core.errors import RequestError
 PROCESS_BYTES = 384 << 20
 # What one worker needs beside, at least.
 LEAST_BYTES = 80 << 20
+# What a file takes on its way into an object store, which takes it by one request: itself, and twice what is made of it.
+UPLOAD_BYTES = 3 * (128 << 20)
 
 
-def memory_of_each(memory_bytes: int, workers: int) -> int:
+def memory_of_each(memory_bytes: int, workers: int, uploads: bool = False) -> int:
     """What each of the workers may take beside what a process takes anyway, so that all together stay below `memory_bytes`.
 
-    Raises RequestError where that is less than LEAST_BYTES.
+    uploads: they write into an object store; what that takes is not in the answer. Raises RequestError where that is less than
+    LEAST_BYTES.
     """
     # Several workers are started by a process that takes its part too.
-    own = (workers + (workers > 1)) * PROCESS_BYTES
+    own = (workers + (workers > 1)) * PROCESS_BYTES + workers * UPLOAD_BYTES * uploads
     needed = own + workers * LEAST_BYTES
     if memory_bytes < needed:
         raise RequestError(
@@ -26,6 +29,6 @@ def memory_of_each(memory_bytes: int, workers: int) -> int:
     return (memory_bytes - own) // workers
 
 
-def workers_that_fit(memory_bytes: int) -> int:
+def workers_that_fit(memory_bytes: int, uploads: bool = False) -> int:
     """The most workers that can be had in so much memory; 1 where it is too little for any."""
-    return max(1, (memory_bytes - PROCESS_BYTES) // (PROCESS_BYTES + LEAST_BYTES))
+    return max(1, (memory_bytes - PROCESS_BYTES) // (PROCESS_BYTES + LEAST_BYTES + UPLOAD_BYTES * uploads))

@@ -57,7 +57,7 @@ def write_published(
     target = Path(folder).absolute()
     check_free(target, overwrite=publishing.overwrite)
     streaming = Streaming(memory_bytes=publishing.memory_bytes, workers=publishing.workers)
-    assert streaming.run_bytes, "raises where there is too little memory"
+    assert streaming.run_bytes(), "raises where there is too little memory"
     plan = plan_folder(opener(), publishing)
     try:
         with _partial(target, _fingerprint(plan, identity)) as partial:
@@ -81,7 +81,7 @@ def _write_tensors(partial: Path, layout: Layout, how: tuple[Opener, Streaming],
     if free < needed:
         raise CheckpointError(f"{partial}: needs {needed:,} bytes, {free:,} are free. Make room, or write elsewhere.")
     account.begin()
-    write = _Writer(opener, partial, layout, items, streaming.run_bytes)
+    write = _Writer(opener, partial, layout, items, streaming.run_bytes())
     todo = account.todo()
     if streaming.workers == 1 or len(todo) < 2:
         write(todo, account.take)

@@ -10,7 +10,7 @@ from typing import Any
 
 from ckpt.ahead import ahead
 from ckpt.dtype import item_bytes
-from ckpt.files.address import open_files
+from ckpt.files.address import is_remote, open_files
 from ckpt.files.protocol import Address, Buffer
 from ckpt.manifest import Codec, require_json
 from ckpt.memory import memory_of_each
@@ -49,11 +49,9 @@ class Streaming:
     workers: int = 1
     overwrite: bool = False
 
-    @property
-    def run_bytes(self) -> int:
-        """How much one process reads at a time. Raises RequestError where memory_bytes is too little for anything."""
-        room = memory_of_each(self.memory_bytes, self.workers)
-        return min(MOST_RUN_BYTES, room // RUNS_IN_MEMORY)
+    def run_bytes(self, *, uploads: bool = False) -> int:
+        """How much one process reads at a time. uploads: into an object store. Raises RequestError where memory_bytes is too little."""
+        return min(MOST_RUN_BYTES, memory_of_each(self.memory_bytes, self.workers, uploads) // RUNS_IN_MEMORY)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,10 +95,13 @@ def plan_job(job: Job) -> Planned:
     if streaming.codec not in store.codecs:
         works = ", ".join(store.codecs)
         raise RequestError(f"--codec={streaming.codec}: the store {store.name} cannot hold it. Works: {works}.")
-    assert streaming.run_bytes, "raises where there is too little memory"
+    remote = is_remote(job.target)
+    assert streaming.run_bytes(uploads=remote), "raises where there is too little memory"
     require_json(job.extra)
     total = sum(held.bytes for rank in job.held for held in rank if held.copy == 0)
-    plan = plan_save(job.held, min(PIECE_BYTES, max(LEAST_PIECE_BYTES, total // FILES_OF_A_LARGE_ONE)))
+    # Of what goes into an object store, a file is in memory as a whole.
+    most = LEAST_PIECE_BYTES if remote else PIECE_BYTES
+    plan = plan_save(job.held, min(most, max(LEAST_PIECE_BYTES, total // FILES_OF_A_LARGE_ONE)))
     return Planned(plan=plan, files=store.lay_out(plan), store=store, codec=streaming.codec, assets=job.assets)
 
 
@@ -133,7 +134,7 @@ def _write_into(target: Target, job: Job, planned: Planned, progress: Progress |
         needs = planned.bytes - account.done
         raise CheckpointError(f"{job.target}: needs {needs:,} bytes, {free:,} are free. Make room, or write elsewhere.")
     todo = [n for n, file in enumerate(planned.files) if file.path not in account.finished]
-    write = _Writer(job.opener, planned, target.files.address, job.streaming.run_bytes)
+    write = _Writer(job.opener, planned, target.files.address, job.streaming.run_bytes(uploads=target.remote))
     account.tell()
     if job.streaming.workers == 1 or len(todo) < 2:
         write(todo, account.take)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ckpt.described import RUN
+from ckpt.files.protocol import Address
 from ckpt.reshard import smallest_world
 from ckpt.save import Saving
 from core.config.architecture import ModelConfig
@@ -57,7 +57,7 @@ def ranks_under(model: ModelConfig, parallel: ParallelConfig, truth: Mapping[str
 
 
 def save_run(
-    run: Path,
+    run: Address,
     model: ModelConfig,
     family: str,
     *,

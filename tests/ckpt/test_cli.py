@@ -102,9 +102,11 @@ def test_workers_follow_memory_where_nobody_says_how_many() -> None:
     assert workers_for(1 << 30, 3) == 3
     assert 1 <= workers_for(64 << 30, None) <= 4
     for gib in (1, 2, 3, 5):
-        assert Streaming(memory_bytes=gib << 30, workers=workers_that_fit(gib << 30)).run_bytes
-        with pytest.raises(RequestError):
-            _ = Streaming(memory_bytes=gib << 30, workers=workers_that_fit(gib << 30) + 1).run_bytes
+        for uploads in (False, True):
+            fit = workers_that_fit(gib << 30, uploads)
+            assert Streaming(memory_bytes=gib << 30, workers=fit).run_bytes(uploads=uploads)
+            with pytest.raises(RequestError):
+                Streaming(memory_bytes=gib << 30, workers=fit + 1).run_bytes(uploads=uploads)
 
 
 def test_inspect_shows_the_latest_checkpoint_of_a_run_folded(ckpt: Ckpt, run: Path) -> None:

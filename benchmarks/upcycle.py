@@ -10,6 +10,7 @@ has nothing to weigh: the softmax over one chosen expert is one, and the loss te
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
 import os
 import resource
@@ -85,6 +86,8 @@ def main() -> None:
     _say("3. Both predict and write the same")
     rows = [_measure("dense", open_dense(gguf), data), _measure("upcycled", CheckpointSource(moe), data)]
 
+    # Training needs the memory that the models have left behind.
+    gc.collect()
     _say("4. Training goes on from the upcycled weights")
     rows.append(_train("upcycled, trained", moe, trained, asked.steps, ()))
     if asked.dense:

@@ -134,6 +134,8 @@ def _facts(file: RunFile, steps: list[dict[str, Any]], summary: Mapping[str, Any
     yield "model", f"{config.family}, size {config.size}"
     if "parameters" in summary:
         yield "parameters", f"{short(summary['parameters'])}, {short(summary['active_parameters'])} active a token"
+    if file.init is not None:
+        yield "first weights", f"{file.init.address}, {file.init.what}"
     for name, *lines in mapping_facts(config):
         yield name, "\n".join(lines)
     yield "precision", config.precision.compute

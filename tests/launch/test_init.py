@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from moto.server import ThreadedMotoServer
 from torch.nn.functional import cross_entropy
 
 from ckpt.described import extra_of
@@ -32,7 +34,7 @@ from core.data.corpus import documents
 from core.data.loader import Loader
 from core.data.tokens import open_tokens, prepare, train_tokenizer
 from core.errors import CheckpointError, ConfigError, RequestError, ZooError
-from core.parallel.groups import groups_for
+from core.parallel.groups import groups_for, one_rank
 from core.state.box import whole
 from core.state.inventory import initialise, inventory
 from core.training.metrics import read_metrics
@@ -99,7 +101,8 @@ def train_one_rank(rank: int, world: int, out: Path) -> None:
 
 def filled_as(rank: int, world: int, init: Init, parallel: ParallelConfig) -> float:
     """The largest difference between this rank's pieces and what the weights have there."""
-    groups, source = groups_for(parallel, embedding_stages=(0,)), open_any(init.address).source
+    groups = groups_for(parallel, embedding_stages=(0,)) if world > 1 else one_rank()
+    source = open_any(init.address).source
     model = build_model(MODEL, groups=groups, parallel=parallel)
     pieces = inventory(model, groups)
     for piece in pieces.values():
@@ -149,7 +152,7 @@ def asked(
     )
 
 
-def as_checkpoint(folder: Path, out: Path, store: str, said: ModelConfig | None = None) -> Path:
+def as_checkpoint(folder: Path, out: Path | str, store: str, said: ModelConfig | None = None) -> str:
     """The published folder as a checkpoint of the zoo. said: the model that it claims to be of, where that is another one."""
     source = open_any(folder).source
     described = source.describe()
@@ -164,7 +167,7 @@ def as_checkpoint(folder: Path, out: Path, store: str, said: ModelConfig | None 
         streaming=Streaming(store=store),
         assets=described.assets,
     )
-    return Path(write_checkpoint(job))
+    return write_checkpoint(job)
 
 
 def losses(out: Path) -> list[float]:
@@ -179,6 +182,7 @@ def test_the_first_loss_is_that_of_the_transformers_library_and_the_run_says_whe
     file = read_run(out)
     assert file.init == Init(address=str(home / "model"), what="a published folder")
     assert f"from {home / 'model'}, a published folder" in capsys.readouterr().out
+    assert f"{home / 'model'}, a published folder" in (out / "report.html").read_text()
     assert (file.run.model, file.run.size) == (open_initial(str(home / "model")).model, "custom")
     assert file.run.data.tokenizer == str(out / "assets" / "tokenizer.json")
     assert set(read_assets(out)) >= {"LICENSE", "tokenizer.json"}
@@ -205,6 +209,22 @@ def test_every_rank_takes_its_piece_of_the_weights(
     address = home / "model" if store == "published" else as_checkpoint(home / "model", tmp_path / "c", store)
     init = open_initial(str(address)).init
     assert ranks.run(filled_as, 2, init, ParallelConfig(**parallel)) == [0.0, 0.0]  # type: ignore[arg-type]
+
+
+def test_weights_may_lie_in_an_object_store(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "nobody")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "nothing")
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        urllib.request.urlopen(urllib.request.Request(f"http://{host}:{port}/zoo", method="PUT")).close()
+        url = as_checkpoint(home / "model", f"s3://zoo/weights?endpoint=http://{host}:{port}", "zarr")
+        init = open_initial(url).init
+        assert init == Init(address=url, what="a checkpoint")
+        assert filled_as(0, 1, init, ParallelConfig()) == 0.0
+    finally:
+        server.stop()
 
 
 def test_a_run_goes_on_from_any_step_of_another_whatever_the_mapping_and_never_reads_it_again(

@@ -150,7 +150,7 @@ def verify(checkpoint: str) -> None:
 @click.argument("a")
 @click.argument("b")
 @json_option
-@click.option("--all", "everything", is_flag=True, help="A line for equal tensors too.")
+@click.option("--all", "everything", is_flag=True, help="A line for tensors too that do not differ.")
 @click.option("--model-only", is_flag=True, help="Leave optimizer states out.")
 @click.option(
     "--tolerance",

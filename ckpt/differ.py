@@ -62,8 +62,8 @@ def as_json(a: str, b: str, found: Sequence[Difference]) -> str:
 
 
 def as_text(found: Sequence[Difference], *, everything: bool) -> Iterator[str]:
-    """A line per tensor that is not equal (everything: per tensor), and how many there are of each kind."""
-    shown = [one for one in found if everything or one.verdict != "equal"]
+    """A line per tensor that differs (everything: per tensor), and how many there are of each kind."""
+    shown = [one for one in found if everything or not is_same(one)]
     if shown:
         yield "\t".join(("tensor", "verdict", "max |a-b|", "max relative", "a", "b"))
     for one in shown:

@@ -31,7 +31,8 @@ Opener = Callable[[], Source]
 Progress = Callable[[int, int], None]
 # What passes through a process: a run of blocks that is being written, one that waits, and one that a source makes, by way of wider types.
 RUNS_IN_MEMORY = 10
-MOST_RUN_BYTES = 32 << 20
+# Larger ones come in memory that the system has to clear first.
+MOST_RUN_BYTES = 16 << 20
 # A file is what is written again after a kill, and what one process writes: neither a few huge ones nor a great many.
 LEAST_PIECE_BYTES = 64 << 20
 FILES_OF_A_LARGE_ONE = 64

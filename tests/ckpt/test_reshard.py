@@ -18,6 +18,7 @@ from ckpt.stored import CheckpointSource
 from ckpt.stream import Streaming, write_checkpoint
 from core.config.architecture import ModelConfig
 from core.config.mapping import ParallelConfig
+from core.config.override import override_section, parse_assignment
 from core.errors import CheckpointError, ConfigError
 from core.state.box import intersect
 from tests.ckpt.pieces import assert_loads
@@ -134,3 +135,10 @@ def test_a_box_of_a_resharded_checkpoint_is_read_from_its_own_pieces_alone(
         read.clear()
         source.read(held.name, held.box)
         assert sum(read) == held.data.nbytes, held.name
+
+
+def test_settings_of_one_section_are_read_as_those_of_a_run() -> None:
+    items = [parse_assignment(text) for text in ("parallel.tp=4", "parallel.layout=none", "parallel.ep=two")]
+    parallel, faults = override_section("parallel", ParallelConfig(layout="EtL"), items)
+    assert parallel == ParallelConfig(tp=4)
+    assert [str(fault) for fault in faults] == ["parallel.ep=two: must be a whole number. Works: for example 64."]

@@ -20,7 +20,8 @@ TINY_GPU = replace(
     TINY_CPU, hardware="gpu", ranks=1, parallel=ParallelConfig(), train=replace(TINY_CPU.train, microbatch=8)
 )
 
-# Trained weights take a small part of the learning rate that random ones do, and forget what they know at more.
+# Trained weights take a small part of the learning rate that random ones do, and forget what they know at more; so do upcycled ones,
+# whose halves of an expert come apart as their routers learn.
 CONTINUED_CPU = Preset(
     size=None,
     hardware="cpu",
@@ -29,7 +30,7 @@ CONTINUED_CPU = Preset(
     train=TrainConfig(
         steps=100, sequence_tokens=512, global_batch=4, microbatch=1, eval_interval=25, eval_sequences=16
     ),
-    optimizer=OptimizerConfig(learning_rate=1e-4, min_learning_rate=1e-5, warmup_steps=10),
+    optimizer=OptimizerConfig(learning_rate=3e-5, min_learning_rate=3e-6, warmup_steps=10),
 )
 CONTINUED_GPU = replace(
     CONTINUED_CPU, hardware="gpu", ranks=1, parallel=ParallelConfig(), train=replace(CONTINUED_CPU.train, microbatch=4)

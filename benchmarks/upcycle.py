@@ -10,7 +10,6 @@ has nothing to weigh: the softmax over one chosen expert is one, and the loss te
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib.util
 import os
 import resource
@@ -20,11 +19,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from ckpt.dense.source import open_dense
 from ckpt.source import MODEL_PREFIX, Source
@@ -75,21 +75,14 @@ def main() -> None:
     for folder in (moe, trained, dense_trained):
         shutil.rmtree(folder, ignore_errors=True)
     work.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
 
     _say(begin, "1. The dense model becomes a mixture of experts")
     _run("ckpt", ["upcycle", str(gguf), str(moe), *UPCYCLE, *BOUNDED])
-    print(f"most memory: {resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**10:,.0f} MiB")
-    data = _tokens(moe)
+    print(f"most memory: {resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**10:,.0f} MiB", flush=True)
+    # In a process of its own, which gives its memory back: training needs it.
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        right, rows, source = pool.submit(_before, gguf, moe, begin).result()
 
-    _say(begin, "2. Both give the same logits")
-    right = _compare(gguf, moe, data)
-
-    _say(begin, "3. Both predict and write the same")
-    rows = [_measure("dense", open_dense(gguf), data), _measure("upcycled", CheckpointSource(moe), data)]
-
-    # Training needs the memory that the models have left behind.
-    gc.collect()
     _say(begin, "4. Training goes on from the upcycled weights")
     rows.append(_train("upcycled, trained", moe, trained, asked.steps, ()))
     if asked.dense:
@@ -97,7 +90,7 @@ def main() -> None:
         rows.append(_train("dense, trained", gguf, dense_trained, asked.steps, ("parallel.ep=1",)))
 
     _say(begin, "5. What came of it")
-    for line in _table(rows, data):
+    for line in _table(rows, source):
         print(line)
     print(f"\n{time.monotonic() - begin:.0f} seconds in all")
     sys.exit(0 if right else 1)
@@ -160,32 +153,37 @@ def _built(source: Source, dtype: torch.dtype = torch.float32) -> Stage:
     return model
 
 
+def _before(gguf: Path, moe: Path, begin: float) -> tuple[bool, list[Row], str]:
+    """Whether the logits of both models are equal, a row of the table for each, and what the text is."""
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    data = _tokens(moe)
+    _say(begin, "2. Both give the same logits")
+    dense, upcycled = _built(open_dense(gguf)), _built(CheckpointSource(moe))
+    right = _compare(dense, upcycled, data, LOGIT_TOKENS)
+    exact = _built(open_dense(gguf), torch.float64), _built(CheckpointSource(moe), torch.float64)
+    right = _compare(exact[0], exact[1], data, DOUBLE_TOKENS) and right
+    print(f"{'equal' if right else 'NOT EQUAL'} within {MOST_DIFFERENCE:.0e}", flush=True)
+    del exact
+    _say(begin, "3. Both predict and write the same")
+    return right, [_measure("dense", dense, data), _measure("upcycled", upcycled, data)], data.source
+
+
 @torch.no_grad()
-def _logits(source: Source, tokens: Tensor, dtype: torch.dtype) -> Tensor:
-    return _built(source, dtype)(tokens)
-
-
-def _compare(gguf: Path, moe: Path, data: TokenFiles) -> bool:
+def _compare(dense: Stage, upcycled: Stage, data: TokenFiles, count: int) -> bool:
     """Whether the logits of held-out text are equal within MOST_DIFFERENCE, of all tokens and all of the vocabulary."""
-    right = True
-    for dtype, count in ((torch.float32, LOGIT_TOKENS), (torch.float64, DOUBLE_TOKENS)):
-        tokens = torch.tensor(data.validation.tokens[:count].astype("int64"))
-        dense = _logits(open_dense(gguf), tokens, dtype)
-        difference = float((_logits(CheckpointSource(moe), tokens, dtype) - dense).abs().max())
-        name = str(dtype).removeprefix("torch.")
-        print(
-            f"computed in {name}: largest difference {difference:.1e} in {dense.numel():,} logits of {count} tokens "
-            f"(largest logit {float(dense.abs().max()):.1f})",
-            flush=True,
-        )
-        right = right and difference <= MOST_DIFFERENCE
-    print(f"{'equal' if right else 'NOT EQUAL'} within {MOST_DIFFERENCE:.0e}")
-    return right
+    tokens = torch.tensor(data.validation.tokens[:count].astype("int64"))
+    expected = dense(tokens)
+    difference = float((upcycled(tokens) - expected).abs().max())
+    print(
+        f"computed in {str(dense.place.dtype).removeprefix('torch.')}: largest difference {difference:.1e} in "
+        f"{expected.numel():,} logits of {count} tokens (largest logit {float(expected.abs().max()):.1f})",
+        flush=True,
+    )
+    return difference <= MOST_DIFFERENCE
 
 
-def _measure(name: str, source: Source, data: TokenFiles) -> Row:
+def _measure(name: str, model: Stage, data: TokenFiles) -> Row:
     """Validation loss and generated text of a model that is not trained here."""
-    model = _built(source)
     loader = Loader(
         data.validation,
         sequence_tokens=SEQUENCE_TOKENS,
@@ -228,10 +226,10 @@ def _train(name: str, init: Path, out: Path, steps: int, mapping: Sequence[str])
     return Row(name=name, trained_tokens=last["tokens"], loss=last["validation_loss"], text=text)
 
 
-def _table(rows: Sequence[Row], data: TokenFiles) -> list[str]:
+def _table(rows: Sequence[Row], source: str) -> list[str]:
     """The losses side by side, then the texts."""
     lines = [
-        f"validation loss in nats a token, on {EVAL_SEQUENCES} × {SEQUENCE_TOKENS} tokens of {data.source}",
+        f"validation loss in nats a token, on {EVAL_SEQUENCES} × {SEQUENCE_TOKENS} tokens of {source}",
         "that this training does not see (SmolLM2 itself may have seen them)",
         "",
     ]

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from ckpt.memory import workers_that_fit
+from ckpt.memory import keep_freed_memory, workers_that_fit
 from core.errors import RequestError, ZooError
 
 EPILOG = """\b
@@ -315,6 +315,7 @@ def workers_for(memory_bytes: int, asked: int | None, *, uploads: bool = False) 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command and end the process: a user's mistake is a message and exit code 2, never a traceback."""
+    keep_freed_memory()
     try:
         code = cli.main(args=arguments, prog_name="ckpt", standalone_mode=False)
         sys.stdout.flush()

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ckpt.memory import keep_freed_memory
 from core.errors import CheckpointError, ZooError
 
 # work(share, say): does its share and says whatever it has to say, all of which can be sent to another process.
@@ -76,6 +77,7 @@ def _hear_all(ends: list[Connection], hear: Callable[[Any], None], what: str) ->
 def _work(work: Work, share: Sequence[int], parent: int, out: Connection) -> None:
     """A process: send ("said", …) as the work says something, and at the end ("done", None) or ("failed", why)."""
     _end_with(parent)
+    keep_freed_memory()
     torch.set_num_threads(1)
     try:
         work(share, lambda said: out.send(("said", said)))

@@ -10,8 +10,10 @@ from typing import Any
 
 import click
 
+from ckpt.command import run_command
+from ckpt.files.url import is_remote
 from ckpt.memory import keep_freed_memory, workers_that_fit
-from core.errors import RequestError, ZooError
+from core.errors import RequestError
 
 EPILOG = """\b
 An address is a folder or the URL of an object store (s3://bucket/…); that of a run means its latest checkpoint.
@@ -304,7 +306,7 @@ def upcycle(dense: str, out: str, to: str, codec: str | None, **asked: Any) -> N
 
 def _effort(work: dict[str, Any], target: str) -> dict[str, Any]:
     """Memory, workers and whether to overwrite, as the work takes them."""
-    memory, workers = work["memory"], workers_for(work["memory"], work["workers"], uploads="://" in target)
+    memory, workers = work["memory"], workers_for(work["memory"], work["workers"], uploads=is_remote(target))
     return {"memory_bytes": memory, "workers": workers, "overwrite": work["overwrite"]}
 
 
@@ -316,23 +318,7 @@ def workers_for(memory_bytes: int, asked: int | None, *, uploads: bool = False) 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command and end the process: a user's mistake is a message and exit code 2, never a traceback."""
     keep_freed_memory()
-    try:
-        code = cli.main(args=arguments, prog_name="ckpt", standalone_mode=False)
-        sys.stdout.flush()
-    except click.ClickException as error:
-        error.show()
-        code = error.exit_code
-    except (click.Abort, KeyboardInterrupt):
-        click.echo("interrupted; the same command goes on where this one stopped", err=True)
-        code = 1
-    except BrokenPipeError:
-        # the reader (`| head`) has seen enough; there is nobody to tell
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
-    except ZooError as error:
-        click.echo(str(error), err=True)
-        code = error.exit_code
-    sys.exit(code if isinstance(code, int) else 0)
+    run_command(cli, "ckpt", arguments, interrupted="interrupted; the same command goes on where this one stopped")
 
 
 if __name__ == "__main__":

@@ -45,12 +45,3 @@ def from_bytes(content: np.ndarray, dtype: str, shape: tuple[int, ...]) -> Tenso
     """The tensor whose values are `content` (uint8, row by row), sharing its memory where that is writable."""
     content = np.require(content, requirements=("C", "W"))
     return torch.from_numpy(content).view(getattr(torch, dtype)).view(shape)
-
-
-def to_torch(array: np.ndarray) -> Tensor:
-    """The tensor with an array's values, sharing its memory where that is writable and contiguous."""
-    array = np.require(array, requirements=("C", "W"))
-    if array.dtype.name in _FOREIGN:
-        torch_dtype, same_width, _ = _FOREIGN[array.dtype.name]
-        return torch.from_numpy(array.view(str(same_width).removeprefix("torch."))).view(torch_dtype)
-    return torch.from_numpy(array)

@@ -16,8 +16,9 @@ from ckpt.bar import bar, size
 from ckpt.dense.source import open_dense
 from ckpt.described import MAPPING, extra_of, mapping_of
 from ckpt.dtype import CONVERTIBLE
-from ckpt.files.address import is_remote, open_files
+from ckpt.files.address import open_files
 from ckpt.files.protocol import Address
+from ckpt.files.url import is_remote
 from ckpt.manifest import Codec, Manifest
 from ckpt.opening import Opened, WithoutAhead
 from ckpt.plan import Held
@@ -36,7 +37,7 @@ from core.config.mapping import ParallelConfig
 from core.config.override import Assignment, override_section, parse_assignment
 from core.config.serial import to_json
 from core.errors import ConfigError, Fault, RequestError
-from core.state.box import Box
+from core.state.box import Box, whole
 
 Say = Callable[[str], None]
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -256,7 +257,7 @@ def held_as_stored(manifest: Manifest, source: Source) -> list[list[Held]]:
                 Held(name=entry.name, shape=entry.shape, dtype=dtype, box=piece.box, copy=0, copies=1)
             )
         if not math.prod(entry.shape):
-            box = Box(offset=(0,) * len(entry.shape), shape=entry.shape)
+            box = whole(entry.shape)
             held[0].append(Held(name=entry.name, shape=entry.shape, dtype=dtype, box=box, copy=0, copies=1))
     return held
 

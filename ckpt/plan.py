@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ckpt.dtype import ITEM_BYTES, item_bytes
 from core.errors import CheckpointError
-from core.state.box import Box, cut, tiling_fault
+from core.state.box import Box, cut, tiling_fault, whole
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 # The most that is written in one piece, and so in one file of a Zarr array.
@@ -98,7 +98,7 @@ def holding_faults(held: Sequence[Sequence[Held]], *, with_copies: bool) -> list
 
 def tiling_fault_of(sample: Held, boxes: tuple[Box, ...]) -> str | None:
     """Why distinct boxes do not tile the tensor of `sample`, or None."""
-    return tiling_fault(Box(offset=(0,) * len(sample.shape), shape=sample.shape), boxes)
+    return tiling_fault(whole(sample.shape), boxes)
 
 
 def _holders(held: Sequence[Sequence[Held]]) -> dict[str, dict[Box, list[tuple[int, Held]]]]:

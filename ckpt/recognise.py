@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ckpt.files.address import is_remote, open_files
+from ckpt.files.address import open_files
 from ckpt.files.protocol import Address
+from ckpt.files.url import is_remote
 from ckpt.manifest import MANIFEST, PARTIAL
 from ckpt.shelf.address import latest
 from core.config.family import all_families

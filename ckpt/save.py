@@ -25,7 +25,7 @@ from ckpt.store.find import find_store
 from ckpt.store.protocol import OutFile, Read, Store, Written, entries_of, write_file
 from core.errors import CheckpointError
 from core.parallel.groups import Group
-from core.state.box import Box, shifted
+from core.state.box import Box, intersect, shifted
 from core.state.sharded import ShardedTensor
 
 # What a file system takes for a file beside its bytes, generously.
@@ -152,7 +152,7 @@ def reader(tensors: Iterable[ShardedTensor]) -> Read:
         of.setdefault(tensor.name, []).append(tensor)
 
     def read(name: str, box: Box) -> np.ndarray:
-        holder = next(t for t in of[name] if _holds(t.box, box))
+        holder = next(t for t in of[name] if intersect(t.box, box) == box)
         return to_numpy(holder.data[shifted(box, holder.box.offset).slices])
 
     return read
@@ -234,13 +234,6 @@ def _begin(shelf: Shelf, step: int, planned: Planned, lock: ExitStack) -> str:
             "checkpoint.keep lower; the checkpoints from before are untouched."
         )
     return partial
-
-
-def _holds(outer: Box, inner: Box) -> bool:
-    return all(
-        o <= i and i + n <= o + m
-        for o, m, i, n in zip(outer.offset, outer.shape, inner.offset, inner.shape, strict=True)
-    )
 
 
 def _failed(shelf: Shelf, step: int, planned: Planned, error: CheckpointError) -> str:

@@ -10,8 +10,9 @@ from typing import Any
 
 from ckpt.ahead import ahead
 from ckpt.dtype import item_bytes
-from ckpt.files.address import is_remote, open_files
+from ckpt.files.address import open_files
 from ckpt.files.protocol import Address, Buffer
+from ckpt.files.url import is_remote
 from ckpt.manifest import Codec, require_json
 from ckpt.memory import memory_of_each
 from ckpt.plan import PIECE_BYTES, Held, plan_save
@@ -23,7 +24,7 @@ from ckpt.store.protocol import Written, write_file
 from ckpt.target import Target
 from ckpt.workers import share_out, shares
 from core.errors import CheckpointError, RequestError
-from core.state.box import Box
+from core.state.box import whole
 
 # Opens the source, in whichever process needs it: a function and arguments that can be sent to one.
 Opener = Callable[[], Source]
@@ -77,14 +78,7 @@ def held_whole(source: Source) -> list[list[Held]]:
     """One rank that holds everything."""
     return [
         [
-            Held(
-                name=n,
-                shape=f.shape,
-                dtype=f.dtype,
-                box=Box(offset=(0,) * len(f.shape), shape=f.shape),
-                copy=0,
-                copies=1,
-            )
+            Held(name=n, shape=f.shape, dtype=f.dtype, box=whole(f.shape), copy=0, copies=1)
             for n, f in source.forms.items()
         ]
     ]

@@ -12,8 +12,9 @@ import json
 import os
 from pathlib import Path
 
-from ckpt.files.address import is_remote, open_files
+from ckpt.files.address import open_files
 from ckpt.files.protocol import Address
+from ckpt.files.url import is_remote
 from ckpt.manifest import MANIFEST, PARTIAL, Manifest, manifest_bytes
 from ckpt.store.protocol import Written, written_from_json, written_to_json
 from core.errors import CheckpointError, RequestError

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from core.errors import CheckpointError
-from core.state.box import Box
+from core.state.box import Box, whole
 from core.state.rules import Choice, Derived, Piece, Rule, Shape, expand, match, narrow, pieces
 from core.state.sharded import ShardedTensor
 
@@ -121,7 +121,7 @@ def published_plan(
         copies = tuple(copy.format(**numbers) for copy in rule.copies)
         for box in (None,) if boxes is None else boxes[name]:
             for piece in expand(rules, name, shape, box):
-                source = Source(name=name, box=box or Box(offset=(0,) * len(shape), shape=shape), piece=piece)
+                source = Source(name=name, box=box or whole(shape), piece=piece)
                 found.setdefault(piece.name, []).append(source)
                 about.setdefault(piece.name, (piece.shape, rule, copies))
     plan = []

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import os
 import pkgutil
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -13,7 +11,8 @@ from typing import Any
 
 import click
 
-from core.errors import RequestError, ZooError
+from ckpt.command import run_command
+from core.errors import RequestError
 
 EPILOG = """\b
 Exit codes: 0 done, 1 the job failed, 2 the request was wrong.
@@ -183,23 +182,7 @@ def model_names() -> tuple[str, ...]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command and end the process: a user's mistake is a message and exit code 2, never a traceback."""
-    try:
-        code = cli.main(args=arguments, prog_name="launch", standalone_mode=False)
-        sys.stdout.flush()
-    except click.ClickException as error:
-        error.show()
-        code = error.exit_code
-    except click.Abort:
-        click.echo("interrupted", err=True)
-        code = 1
-    except BrokenPipeError:
-        # the reader (`| head`) has seen enough; there is nobody to tell
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
-    except ZooError as error:
-        click.echo(str(error), err=True)
-        code = error.exit_code
-    sys.exit(code if isinstance(code, int) else 0)
+    run_command(cli, "launch", arguments, interrupted="interrupted")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ckpt.files.url import is_remote
 from core.config.run import RunConfig
 from core.config.serial import run_from_json, run_to_json
 from core.errors import RequestError
@@ -58,6 +59,11 @@ class RunFile:
     command: tuple[str, ...]
     versions: Mapping[str, str]
     init: Init | None = None
+
+
+def anywhere(address: str) -> str:
+    """The same address as it is from any folder; a URL is that already."""
+    return address if is_remote(address) else str(Path(address).expanduser().absolute())
 
 
 def holds_run(folder: Path) -> bool:

@@ -22,7 +22,7 @@ from core.errors import CheckpointError, ConfigError, DataError, Fault, RequestE
 from core.parallel.groups import Groups
 from core.state.inventory import inventory
 from core.transformer.stage import Stage
-from launch.folder import Init
+from launch.folder import Init, anywhere
 from launch.request import INIT, Initial
 
 TOKENIZER = "tokenizer.json"
@@ -36,7 +36,7 @@ def open_initial(address: str) -> Initial:
     Raises RequestError where there is nothing, or nothing says what model it is; CheckpointError where it is damaged, or its tensors
     are not those of that model.
     """
-    opened = open_any(_anywhere(address))
+    opened = open_any(anywhere(address))
     described = opened.source.describe()
     if described is None:
         raise RequestError(
@@ -99,10 +99,6 @@ def _fill(init: Init, model: Stage, groups: Groups) -> None:
     source = open_any(init.address).source
     for name, piece in inventory(model, groups).items():
         piece.data.copy_(source.read(f"{MODEL_PREFIX}{name}", piece.box))
-
-
-def _anywhere(address: str) -> str:
-    return address if "://" in address else str(Path(address).expanduser().absolute())
 
 
 def _shapes(opened: Opened) -> dict[str, tuple[int, ...]]:

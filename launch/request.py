@@ -12,7 +12,7 @@ from core.config.family import Family, Preset
 from core.config.override import Assignment, override, parse_assignment, settings
 from core.config.run import DataConfig, RunConfig
 from core.errors import ConfigError, Fault
-from launch.folder import Init
+from launch.folder import Init, anywhere
 from launch.profiles import find_profile
 
 DEFAULT_HARDWARE = "cpu"
@@ -210,13 +210,10 @@ def _settled(run: RunConfig) -> RunConfig:
     """The run with what depends on this moment written out: paths that hold from any folder, the schedule's length."""
     data = replace(run.data, path=_absolute(run.data.path), tokenizer=_absolute(run.data.tokenizer))
     train = replace(run.train, schedule_steps=run.train.schedule_steps or run.train.steps)
-    checkpoint = replace(run.checkpoint, address=_anywhere(run.checkpoint.address))
+    checkpoint = replace(
+        run.checkpoint, address=None if run.checkpoint.address is None else anywhere(run.checkpoint.address)
+    )
     return replace(run, data=data, train=train, checkpoint=checkpoint)
-
-
-def _anywhere(address: str | None) -> str | None:
-    """An address that holds from any folder; URLs do."""
-    return address if address is None or "://" in address else _absolute(address)
 
 
 def _absolute(path: str | None) -> str | None:

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from ckpt.files.local import LocalFiles
 from ckpt.files.protocol import Address, Files
-
-_URL = re.compile(r"[a-z][a-z0-9+.-]*://")
-
-
-def is_remote(address: Address) -> bool:
-    """Whether an address is an object store's."""
-    return isinstance(address, str) and _URL.match(address) is not None
+from ckpt.files.url import is_remote
 
 
 def open_files(address: Address) -> Files:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from ckpt.files.address import is_remote
 from ckpt.files.protocol import Address
+from ckpt.files.url import is_remote
 from ckpt.shelf.local import LocalShelf
 from ckpt.shelf.protocol import Shelf
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from itertools import product
 
-import google_crc32c
+import crc32c as _crc32c
 import numpy as np
 import zstandard
 
@@ -57,7 +57,7 @@ def as_bytes(array: np.ndarray) -> np.ndarray:
 
 def crc32c(content: bytes | np.ndarray, before: int = 0) -> int:
     """The crc32c of bytes, or of all that a sequence of them has come to, where `before` is that of those in front."""
-    return google_crc32c.extend(before, content)
+    return _crc32c.crc32c(content if isinstance(content, bytes) else content.data, before)
 
 
 def encode(values: np.ndarray, codec: Codec) -> bytes | np.ndarray:

@@ -82,12 +82,8 @@ def _write_tensors(partial: Path, layout: Layout, how: tuple[Opener, Streaming],
         raise CheckpointError(f"{partial}: needs {needed:,} bytes, {free:,} are free. Make room, or write elsewhere.")
     account.begin()
     write = _Writer(opener, partial, layout, items, streaming.run_bytes())
-    todo = account.todo()
-    if streaming.workers == 1 or len(todo) < 2:
-        write(todo, account.take)
-    else:
-        workers = min(streaming.workers, len(todo))
-        share_out(write, [todo[n::workers] for n in range(workers)], account.take, str(partial))
+    todo, workers = account.todo(), streaming.workers
+    share_out(write, [todo[n::workers] for n in range(min(workers, len(todo)))], account.take, str(partial))
 
 
 @dataclass(frozen=True, kw_only=True)

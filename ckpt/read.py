@@ -14,7 +14,7 @@ from torch import Tensor
 from ckpt.blocks import block_boxes, crc32c, decode
 from ckpt.dtype import item_bytes
 from ckpt.files.protocol import Files
-from ckpt.host import bytes_of, dtype_name, from_bytes
+from ckpt.host import bytes_of, dtype_name, empty_bytes, from_bytes
 from ckpt.manifest import Block, Codec, Entry, Manifest, file_faults
 from core.errors import CheckpointError
 from core.state.box import Box, intersect, shifted, tiling_fault
@@ -87,7 +87,7 @@ def damaged(files: Files, manifest: Manifest, wrong: Mapping[str, str]) -> str:
 
 def read_block(files: Files, codec: Codec, dtype: str, block: Block, box: Box) -> np.ndarray:
     """The bytes of a block's values, checked. Raises CheckpointError, without naming the tensor, where they are not what was written."""
-    content = np.empty(block.size, np.uint8)
+    content = empty_bytes(block.size)
     files.read_into(block.file, block.offset, [content])
     _check(content, block)
     return decode(content, codec, box.elements * item_bytes(dtype))

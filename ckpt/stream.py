@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from ckpt.ahead import ahead
 from ckpt.dtype import item_bytes
 from ckpt.files.address import open_files
-from ckpt.files.protocol import Address, Buffer
+from ckpt.files.protocol import Address, Buffer, Files
 from ckpt.files.url import is_remote
 from ckpt.manifest import Codec, require_json
 from ckpt.memory import memory_of_each
@@ -131,12 +132,9 @@ def _write_into(target: Target, job: Job, planned: Planned, progress: Progress |
     todo = [n for n, file in enumerate(planned.files) if file.path not in account.finished]
     write = _Writer(job.opener, planned, target.files.address, job.streaming.run_bytes(uploads=target.remote))
     account.tell()
-    if job.streaming.workers == 1 or len(todo) < 2:
-        write(todo, account.take)
-    else:
-        sizes = file_bytes(planned)
-        dealt = shares([sizes[planned.files[n].path] for n in todo], job.streaming.workers)
-        share_out(write, [[todo[i] for i in share] for share in dealt], account.take, str(job.target))
+    sizes = file_bytes(planned)
+    dealt = shares([sizes[planned.files[n].path] for n in todo], job.streaming.workers)
+    share_out(write, [[todo[i] for i in share] for share in dealt], account.take, str(job.target))
     in_order = [account.finished[file.path] for file in planned.files]
     target.commit(finish(target.files.address, job.step, 1, planned, in_order, job.extra))
     return str(target.address)
@@ -169,7 +167,7 @@ class _Account:
 
 @dataclass(frozen=True)
 class _Writer:
-    """Writes planned files, in whichever process it is called."""
+    """Writes planned files, in whichever process it is called; while one is pushed to the disk the next is written."""
 
     opener: Opener
     planned: Planned
@@ -180,15 +178,51 @@ class _Writer:
         if not numbers:
             return
         planned, source, files = self.planned, self.opener(), open_files(self.address)
+        with closing(_Pushing(files, say)) as pushing:
 
-        def write(path: str, buffers: Iterator[Buffer]) -> int:
-            with closing(ahead(buffers, self.run_bytes)) as coming:
-                return files.write(path, _told(coming, say))
+            def write(path: str, buffers: Iterator[Buffer]) -> int:
+                with closing(ahead(buffers, self.run_bytes)) as coming:
+                    return files.write(path, _told(coming, pushing.say), push=False)
 
-        for number in numbers:
-            file = planned.files[number]
-            read = Runs(source, planned.plan, file.writes, self.run_bytes).read
-            say((number, write_file(planned.store, planned.plan, file, planned.codec, read, write)))
+            for number in numbers:
+                file = planned.files[number]
+                read = Runs(source, planned.plan, file.writes, self.run_bytes).read
+                pushing.push(number, write_file(planned.store, planned.plan, file, planned.codec, read, write))
+            pushing.end()
+
+
+class _Pushing:
+    """Pushes one written file at a time to the disk, in a thread; when it is there, its number and what became of it are said."""
+
+    def __init__(self, files: Files, say: Callable[[int | tuple[int, Written]], None]) -> None:
+        self._files, self._say = files, say
+        self._pool = ThreadPoolExecutor(1)
+        self._pushed: Future[tuple[int, Written]] | None = None
+
+    def push(self, number: int, written: Written) -> None:
+        """Begin with a file; the one before is on the disk when this returns."""
+        self.end()
+        self._pushed = self._pool.submit(self._push, number, written)
+
+    def end(self) -> None:
+        """Wait for the last file."""
+        if self._pushed is not None:
+            pushed, self._pushed = self._pushed.result(), None
+            self._say(pushed)
+
+    def say(self, taken: int) -> None:
+        """Say how many bytes are written, and which file is on the disk by now."""
+        if self._pushed is not None and self._pushed.done():
+            self.end()
+        self._say(taken)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._pool.shutdown()
+
+    def _push(self, number: int, written: Written) -> tuple[int, Written]:
+        self._files.push(written.path)
+        return number, written
 
 
 def _told(buffers: Iterator[Buffer], say: Callable[[int], None]) -> Iterator[Buffer]:

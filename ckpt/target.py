@@ -58,8 +58,8 @@ class Target:
         return [written for written in found if written and sizes.get(written.path, -1) in (written.file.size, None)]
 
     def note(self, number: int, written: Written) -> None:
-        """Keep that file `number` is finished."""
-        self.files.write(f"{JOURNAL}/{number:06d}.json", [json.dumps(written_to_json(written)).encode()])
+        """Keep that file `number`, which is on the disk, is finished. A note that is lost with the power costs writing it again."""
+        self.files.write(f"{JOURNAL}/{number:06d}.json", [json.dumps(written_to_json(written)).encode()], push=False)
 
     def commit(self, manifest: Manifest) -> None:
         """Make it a checkpoint."""

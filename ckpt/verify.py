@@ -11,6 +11,7 @@ import numpy as np
 from ckpt.blocks import crc32c
 from ckpt.files.address import open_files
 from ckpt.files.protocol import Address, Files
+from ckpt.host import empty_bytes
 from ckpt.manifest import Block, File, Manifest, file_faults, read_manifest
 
 # What is read at a time of the bytes around blocks.
@@ -120,6 +121,6 @@ def _around(files: Files, path: str, start: int, stop: int, before: int) -> int:
 
 
 def _bytes(files: Files, path: str, offset: int, size: int) -> np.ndarray:
-    content = np.empty(size, np.uint8)
+    content = empty_bytes(size)
     files.read_into(path, offset, [content])
     return content

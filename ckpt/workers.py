@@ -8,7 +8,8 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -24,10 +25,14 @@ PR_SET_PDEATHSIG = 1
 
 
 def share_out(work: Work, shares: Sequence[Sequence[int]], hear: Callable[[Any], None], what: str) -> None:
-    """Run `work` on every share in a process of its own; what they say is heard here, one word after the other.
+    """Run `work` on every share in a process of its own, a single one in this; what they say is heard here, one word after the other.
 
     Raises CheckpointError, about `what`, where one of them fails or is killed; the others are then killed too.
     """
+    if len(shares) < 2:
+        with _one_thread():
+            work([n for share in shares for n in share], hear)
+        return
     context = multiprocessing.get_context("spawn")
     running: dict[Connection, BaseProcess] = {}
     try:
@@ -72,6 +77,17 @@ def _hear_all(ends: list[Connection], hear: Callable[[Any], None], what: str) ->
                 ends.remove(ready)
             else:
                 hear(said)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """What torch computes is little beside reading and writing, which go on at once: threads that wait for it take their processor."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _work(work: Work, share: Sequence[int], parent: int, out: Connection) -> None:

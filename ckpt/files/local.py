@@ -7,6 +7,7 @@ import errno
 import os
 import shutil
 import sys
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -16,13 +17,18 @@ from ckpt.files.protocol import Buffer
 
 # The most buffers that one system call takes (IOV_MAX of Linux).
 MOST_BUFFERS = 1024
+# For longer writes Linux takes its cache in larger pieces, of memory that nobody has used for long: on a virtual machine whose host
+# has taken back what was free, those come four times as slowly.
+WRITE_BYTES = 128 << 10
+# So much is written between two words to the disk that it may begin.
+PUSH_BYTES = 16 << 20
 
 
 class LocalFiles:
     """Files below `root`. Folders are made as files need them."""
 
-    # More readers than cores hide the disk's latency; what they read waits in nobody's memory but its target's.
-    reads_at_once = 4
+    # Some readers at once hide the disk's latency; more than cores only take the cache from each other.
+    reads_at_once = min(4, os.cpu_count() or 1)
     # While one file is pushed to the disk the next is filled; more only get into each other's way.
     writes_at_once = 2
 
@@ -49,8 +55,8 @@ class LocalFiles:
         finally:
             os.close(handle)
 
-    def write(self, path: str, buffers: Iterable[Buffer]) -> int:
-        """Make a file of the buffers and push it to the disk; its bytes."""
+    def write(self, path: str, buffers: Iterable[Buffer], *, push: bool = True) -> int:
+        """Make a file of the buffers, and push it to the disk; its bytes."""
         full = self.root / path
         full.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(full, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
@@ -60,13 +66,26 @@ class LocalFiles:
                 done = _write_all(handle, some)
                 _begin_to_push(handle, size, done)
                 size += done
-            os.fsync(handle)
+            if push:
+                os.fsync(handle)
         except OSError as error:
             error.filename = str(full)
             raise
         finally:
             os.close(handle)
         return size
+
+    def push(self, path: str) -> None:
+        """Wait until a file is on the disk. What failed since it was written is raised here: Linux tells it to whoever asks first."""
+        full = self.root / path
+        handle = os.open(full, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        except OSError as error:
+            error.filename = str(full)
+            raise
+        finally:
+            os.close(handle)
 
     def sizes(self) -> dict[str, int]:
         """The bytes of every file, by path."""
@@ -116,13 +135,13 @@ def _open_to_read(path: str | Path, flags: int = os.O_RDONLY) -> int:
 
 
 def _grouped(buffers: Iterable[Buffer]) -> Iterator[list[Buffer]]:
-    """The buffers in groups for one system call each: small ones together, about 16 MiB at a time."""
+    """The buffers in groups of PUSH_BYTES, or of as many as one system call takes."""
     group: list[Buffer] = []
     size = 0
     for buffer in buffers:
         group.append(buffer)
         size += len(buffer)
-        if size >= 16 << 20 or len(group) == MOST_BUFFERS:
+        if size >= PUSH_BYTES or len(group) == MOST_BUFFERS:
             yield group
             group, size = [], 0
     if group:
@@ -130,14 +149,30 @@ def _grouped(buffers: Iterable[Buffer]) -> Iterator[list[Buffer]]:
 
 
 def _write_all(handle: int, buffers: list[Buffer]) -> int:
-    """Write all buffers at the end; a system call may take only a part of them."""
-    left = [_view(buffer) for buffer in buffers if len(buffer)]
+    """Write all buffers at the end, small ones together; a system call may take only a part of what it is given."""
+    left = deque(_view(buffer) for buffer in buffers if len(buffer))
     total = 0
     while left:
-        done = os.writev(handle, left)
+        done = os.writev(handle, _first(left))
         total += done
-        left = _after(left, done)
+        while done:
+            whole = min(done, len(left[0]))
+            left[0] = left[0][whole:]
+            done -= whole
+            if not left[0]:
+                left.popleft()
     return total
+
+
+def _first(buffers: deque[memoryview]) -> list[memoryview]:
+    """The first WRITE_BYTES of the buffers."""
+    found, size = [], 0
+    for buffer in buffers:
+        found.append(buffer[: WRITE_BYTES - size])
+        size += len(found[-1])
+        if size == WRITE_BYTES:
+            break
+    return found
 
 
 def _read_all(handle: int, offset: int, buffers: Sequence[np.ndarray], path: Path) -> int:

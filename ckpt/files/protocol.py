@@ -39,8 +39,15 @@ class Files(Protocol):
         """Fill uint8 arrays, one after the other, from byte `offset` on. A file that ends before is an OSError."""
         ...
 
-    def write(self, path: str, buffers: Iterable[Buffer]) -> int:
-        """Make a file of the buffers, on the disk when this returns; its bytes. Takes the next buffer when the last is written."""
+    def write(self, path: str, buffers: Iterable[Buffer], *, push: bool = True) -> int:
+        """Make a file of the buffers; its bytes. Takes the next buffer when the last is written.
+
+        push: it is on the disk when this returns, rather than at some time or after `push`.
+        """
+        ...
+
+    def push(self, path: str) -> None:
+        """Have a file that is written on the disk; from any thread."""
         ...
 
     def sizes(self) -> Mapping[str, int | None]:

@@ -117,14 +117,17 @@ class RemoteFiles:
             buffer[:] = content[at : at + len(buffer)]
             at += len(buffer)
 
-    def write(self, path: str, buffers: Iterable[Buffer]) -> int:
-        """Make an object of the buffers by one request; its bytes. It is in memory whole: stores make files of PIECE_BYTES at most."""
+    def write(self, path: str, buffers: Iterable[Buffer], *, push: bool = True) -> int:
+        """Make an object of the buffers by one request, which is there when it is answered; its bytes. It is in memory whole: stores make files of PIECE_BYTES at most."""
         joined = io.BytesIO()
         for buffer in buffers:
             joined.write(buffer.data if isinstance(buffer, np.ndarray) else buffer)
         size = joined.tell()
         self._wait(path, self._store.write(path, joined.getvalue()), size)
         return size
+
+    def push(self, path: str) -> None:
+        """Nothing is left to do."""
 
     def sizes(self) -> dict[str, int | None]:
         """Every object, by path; their sizes are not known."""

@@ -20,6 +20,7 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
+from ckpt.files.local import WRITE_BYTES
 from core.errors import CheckpointError
 from core.state.box import Box, whole
 
@@ -178,7 +179,7 @@ class TensorWriter:
 
     def _write(self, data: memoryview, offset: int) -> None:
         while data:
-            written = os.pwrite(self._file.fileno(), data, offset)
+            written = os.pwrite(self._file.fileno(), data[:WRITE_BYTES], offset)
             data, offset = data[written:], offset + written
 
 

@@ -21,7 +21,7 @@ from torch.serialization import skip_data
 from ckpt.blocks import block_boxes, block_shape, crc32c
 from ckpt.dtype import ITEM_BYTES, item_bytes
 from ckpt.files.protocol import Files
-from ckpt.host import dtype_name
+from ckpt.host import dtype_name, empty_bytes
 from ckpt.manifest import Block, Entry, File, Manifest, Piece
 from ckpt.store.torch_dist import METADATA
 from core.errors import CheckpointError
@@ -257,7 +257,7 @@ def _gaps(blocks: list[Block], end: int) -> Iterator[tuple[int, int]]:
 
 
 def _bytes(files: Files, path: str, offset: int, size: int) -> np.ndarray:
-    content = np.empty(size, np.uint8)
+    content = empty_bytes(size)
     try:
         files.read_into(path, offset, [content])
     except OSError as error:

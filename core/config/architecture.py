@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-Score = Literal["softmax", "softmax_after_top_k", "sigmoid"]
+Score = Literal["softmax", "softmax_after_top_k", "sigmoid", "sqrt_softplus"]
 AuxScope = Literal["microbatch", "sequence", "global_batch"]
 
 
@@ -110,10 +110,11 @@ class Groups:
 
 @dataclass(frozen=True, kw_only=True)
 class Router:
-    """How a token's experts and their weights are chosen, always in float32.
+    """How a token's experts and their weights are chosen.
 
-    score: `softmax` over all experts, `softmax_after_top_k` over the chosen ones, or `sigmoid`.
-    normalise: divide the chosen weights by their sum. scale: factor on the weights afterwards.
+    score: `softmax` over all experts, `softmax_after_top_k` over the chosen ones, `sigmoid`, or the square root of the softplus.
+    normalise: divide the chosen weights by their sum. scale: factor on the weights afterwards. dtype: of logits and scores,
+    whatever the model's is. jitter: in training the router sees its input times numbers uniform in [1 - jitter, 1 + jitter].
     """
 
     score: Score
@@ -121,6 +122,8 @@ class Router:
     groups: Groups | None = None
     scale: float = 1.0
     balance: tuple[Balance, ...] = ()
+    dtype: Literal["float32", "float64"] = "float32"
+    jitter: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,14 +17,18 @@ from torch import Tensor
 class RowMap:
     """Which token and which of its choices each row holds, and where each choice's row is.
 
-    order_R: int64, position token * K + choice of every row, rows sorted by expert, equal experts by token.
+    order_R: int64, position token * K + choice of every row, rows sorted by expert, equal experts by token; -1 for a row of zeros
+    that only fills an expert's rows up, behind its others.
     row_TK: int64, the row of every choice; a choice that is not routed (expert -1) points at row R, which does not exist.
-    counts_E: int64, rows per expert.
+    counts_E: int64, rows per expert, those of zeros included.
+    padded: whether there may be rows of zeros. complete: whether every choice certainly has a row; both are known to the host.
     """
 
     order_R: Tensor
     row_TK: Tensor
     counts_E: Tensor
+    padded: bool = False
+    complete: bool = False
 
     @property
     def rows(self) -> int:
@@ -33,13 +37,20 @@ class RowMap:
 
     @property
     def token_R(self) -> Tensor:
-        """int64, the token of every row."""
-        return self.order_R // self.row_TK.shape[1]
+        """int64, the token of every row; -1 for a row of zeros."""
+        return torch.div(self.order_R, self.row_TK.shape[1], rounding_mode="floor")
 
 
-def map_rows(experts_TK: Tensor, experts: int) -> RowMap:
-    """The row map of a routing: experts_TK int64 in [0, experts), or -1 for a choice that is not routed."""
+def map_rows(experts_TK: Tensor, experts: int, *, multiple: int = 1, rows_per_expert: int | None = None) -> RowMap:
+    """The row map of a routing: experts_TK int64 in [0, experts), or -1 for a choice that is not routed.
+
+    multiple: rows of zeros fill those of every expert up to a multiple of it. rows_per_expert: up to just so many, whatever is routed,
+    so that all shapes are known beforehand and the host waits for nothing; choices beyond find no row.
+    The host waits for the number of rows, unless that is given.
+    """
     flat = experts_TK.flatten()
+    if rows_per_expert is not None or multiple > 1:
+        return _padded_rows(flat, experts_TK.shape, experts, multiple, rows_per_expert)
     routed = flat >= 0
     key = torch.where(routed, flat, experts)
     counts = torch.bincount(key, minlength=experts + 1)[:experts]
@@ -49,43 +60,71 @@ def map_rows(experts_TK: Tensor, experts: int) -> RowMap:
     row[order] = torch.arange(order.numel(), device=order.device)
     # Choices that are not routed sort behind all others; they share the row that does not exist.
     row = row.clamp_(max=total).view_as(experts_TK)
-    return RowMap(order_R=order[:total], row_TK=row, counts_E=counts)
+    return RowMap(order_R=order[:total], row_TK=row, counts_E=counts, complete=total == flat.numel())
+
+
+def _padded_rows(flat: Tensor, shape: torch.Size, experts: int, multiple: int, rows_per_expert: int | None) -> RowMap:
+    """`map_rows` with rows of zeros behind those of every expert."""
+    key = torch.where(flat >= 0, flat, experts)
+    routed = torch.bincount(key, minlength=experts + 1)
+    if rows_per_expert is None:
+        counts = torch.div(routed[:experts] + multiple - 1, multiple, rounding_mode="floor") * multiple
+        total = int(counts.sum()) if experts else 0
+    else:
+        counts, total = torch.full_like(routed[:experts], rows_per_expert), experts * rows_per_expert
+    order = torch.argsort(key, stable=True)
+    place = torch.arange(order.numel(), device=order.device) - (routed.cumsum(0) - routed)[key[order]]
+    # Choices that are not routed have no expert, and share the row that does not exist.
+    starts = torch.cat([counts.cumsum(0) - counts, counts.new_full((1,), total)])
+    room = torch.cat([counts, counts.new_zeros(1)])
+    target = torch.where(place < room[key[order]], starts[key[order]] + place, total)
+    row = torch.empty_like(order)
+    row[order] = target
+    filled = order.new_full((total + 1,), -1)
+    filled[target] = order
+    return RowMap(order_R=filled[:total], row_TK=row.view(shape), counts_E=counts, padded=True)
 
 
 def permute(hidden_TH: Tensor, rows: RowMap) -> Tensor:
     """The rows of the tokens, sorted by expert: [R, H]. The gradient of a token is the sum over its rows in order of choice."""
-    return _Gather.apply(hidden_TH, rows.token_R, rows.row_TK)
+    return _Gather.apply(hidden_TH, rows.token_R, rows.row_TK, rows.padded, rows.complete)
 
 
 def permute_weights(weights_TK: Tensor, rows: RowMap) -> Tensor:
     """The router weight of every row, rows sorted by expert: [R]. Choices that are not routed get no gradient."""
-    flat = _Gather.apply(weights_TK.reshape(-1, 1), rows.order_R, rows.row_TK.reshape(-1, 1))
+    column = weights_TK.reshape(-1, 1)
+    flat = _Gather.apply(column, rows.order_R, rows.row_TK.reshape(-1, 1), rows.padded, rows.complete)
     return flat[:, 0]
 
 
 def unpermute(rows_RH: Tensor, rows: RowMap) -> Tensor:
     """The sum of every token's rows in order of choice: [T, H], summed in float32."""
-    return _SumOfRows.apply(rows_RH, rows.token_R, rows.row_TK)
+    return _SumOfRows.apply(rows_RH, rows.token_R, rows.row_TK, rows.padded, rows.complete)
 
 
-def sum_rows(rows_RH: Tensor, row_TK: Tensor) -> Tensor:
-    """sum over k of rows[row_TK[:, k]], where an index of R adds nothing: [T, H]. No gradient.
-
-    In a row map each row belongs to one choice, so as many rows as choices means that every choice has one: the host learns from
-    shapes, without waiting for the device, whether an index of R can be there.
-    """
+def sum_rows(rows_RH: Tensor, row_TK: Tensor, *, complete: bool = False) -> Tensor:
+    """sum over k of rows[row_TK[:, k]], where an index of R adds nothing: [T, H]. No gradient. complete: there is no index of R."""
     tokens, hidden = row_TK.shape[0], rows_RH.shape[1]
     if rows_RH.shape[0] == 0 or tokens == 0:
         return rows_RH.new_zeros(tokens, hidden)
     if rows_RH.dtype in (torch.float16, torch.bfloat16):
-        return _sum_rows_plain(rows_RH.float(), row_TK).to(rows_RH.dtype)
-    return _sum_rows_plain(rows_RH, row_TK)
+        return _sum_rows_plain(rows_RH.float(), row_TK, complete).to(rows_RH.dtype)
+    return _sum_rows_plain(rows_RH, row_TK, complete)
 
 
-def _sum_rows_plain(rows_RH: Tensor, row_TK: Tensor) -> Tensor:
+def _gathered(x_TH: Tensor, index_R: Tensor, padded: bool) -> Tensor:
+    """x[index], zeros where the index is -1."""
+    if not padded:
+        return x_TH.index_select(0, index_R)
+    if not x_TH.shape[0]:
+        return x_TH.new_zeros(index_R.numel(), *x_TH.shape[1:])
+    return x_TH.index_select(0, index_R.clamp(min=0)).masked_fill_((index_R < 0)[:, None], 0)
+
+
+def _sum_rows_plain(rows_RH: Tensor, row_TK: Tensor, complete: bool) -> Tensor:
     """`sum_rows` in the rows' own dtype: torch's embedding bag is a gather and a sum in one pass over memory."""
     total = rows_RH.shape[0]
-    if total == row_TK.numel():
+    if complete:
         return F.embedding_bag(row_TK, rows_RH, mode="sum")
     weights = (row_TK != total).to(rows_RH.dtype)
     return F.embedding_bag(row_TK.clamp(max=total - 1), rows_RH, mode="sum", per_sample_weights=weights)
@@ -93,21 +132,23 @@ def _sum_rows_plain(rows_RH: Tensor, row_TK: Tensor) -> Tensor:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, token_R: Tensor, row_TK: Tensor) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, token_R: Tensor, row_TK: Tensor, padded: bool, complete: bool) -> Tensor:
         ctx.save_for_backward(row_TK)
-        return hidden.index_select(0, token_R)
+        ctx.complete = complete
+        return _gathered(hidden, token_R, padded)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return sum_rows(grads[0].contiguous(), ctx.saved_tensors[0]), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return sum_rows(grads[0].contiguous(), ctx.saved_tensors[0], complete=ctx.complete), None, None, None, None
 
 
 class _SumOfRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, token_R: Tensor, row_TK: Tensor) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, token_R: Tensor, row_TK: Tensor, padded: bool, complete: bool) -> Tensor:
         ctx.save_for_backward(token_R)
-        return sum_rows(rows.contiguous(), row_TK)
+        ctx.padded = padded
+        return sum_rows(rows.contiguous(), row_TK, complete=complete)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return grads[0].index_select(0, ctx.saved_tensors[0]), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return _gathered(grads[0], ctx.saved_tensors[0], ctx.padded), None, None, None, None

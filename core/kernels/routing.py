@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from core.config.architecture import Groups, Score
@@ -10,9 +11,15 @@ from core.config.architecture import Groups, Score
 
 def scores_of(logits_TE: Tensor, score: Score) -> Tensor:
     """What the choice is made by, before any bias: [T, E]."""
-    if score == "sigmoid":
-        return torch.sigmoid(logits_TE)
-    return torch.softmax(logits_TE, dim=-1) if score == "softmax" else logits_TE
+    match score:
+        case "sigmoid":
+            return torch.sigmoid(logits_TE)
+        case "sqrt_softplus":
+            return F.softplus(logits_TE).sqrt()
+        case "softmax":
+            return torch.softmax(logits_TE, dim=-1)
+        case "softmax_after_top_k":
+            return logits_TE
 
 
 def highest(scores_TE: Tensor, count: int) -> Tensor:
@@ -81,7 +88,7 @@ def within_capacity(
 
 def balance_scores(logits_TE: Tensor, score: Score) -> Tensor:
     """Probabilities over all experts that the auxiliary losses see, apart from the routing: [T, E], rows add up to 1."""
-    if score == "sigmoid":
-        scores = torch.sigmoid(logits_TE)
+    if score in ("sigmoid", "sqrt_softplus"):
+        scores = scores_of(logits_TE, score)
         return scores / scores.sum(-1, keepdim=True)
     return torch.softmax(logits_TE, dim=-1)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from core.attention.packing import Packing
 from core.config.architecture import MoE
 from core.layers.mlp import SwiGLU
 from core.layers.place import Place
-from core.moe.balance import BalanceScope
 from core.moe.dispatch.allgather import AllGatherDispatcher
 from core.moe.dispatch.alltoall import AllToAllDispatcher
 from core.moe.dispatch.protocol import Dispatcher
 from core.moe.experts import Experts
-from core.moe.router import Router, Routing
+from core.moe.router import Router, RouterInputs, Routing
 
 
 class MoELayer(nn.Module):
@@ -27,16 +25,9 @@ class MoELayer(nn.Module):
         self.shared = SwiGLU(hidden, shared, init_std=init_std, place=place) if config.shared else None
         self.dispatcher = make_dispatcher(config.experts, place)
 
-    def forward(
-        self,
-        hidden_TH: Tensor,
-        packing: Packing,
-        scope: BalanceScope | None = None,
-        valid_T: Tensor | None = None,
-    ) -> tuple[Tensor, Routing]:
-        """packing says which tokens of the microbatch hidden holds. `scope` is given in training; valid_T: bool, False for padding,
-        which reaches no expert."""
-        routing = self.router(hidden_TH, packing, scope, valid_T)
+    def forward(self, hidden_TH: Tensor, inputs: RouterInputs) -> tuple[Tensor, Routing]:
+        """inputs: what the router needs to know of these tokens."""
+        routing = self.router(hidden_TH, inputs)
         rows, plan = self.dispatcher.dispatch_preprocess(hidden_TH, routing)
         rows = self.dispatcher.dispatch(rows, plan)
         arrived, plan = self.dispatcher.dispatch_postprocess(rows, plan)
@@ -44,7 +35,7 @@ class MoELayer(nn.Module):
         out = self.dispatcher.combine(out, plan)
         out = self.dispatcher.combine_postprocess(out, plan)
         if self.shared is not None:
-            out = out + self.shared(hidden_TH, packing.rows)
+            out = out + self.shared(hidden_TH, inputs.packing.rows)
         return out, routing
 
 

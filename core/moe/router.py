@@ -1,4 +1,4 @@
-"""The router: scores, bias, groups, top-k, weights; always in float32 (report section 2.1)."""
+"""The router: scores, bias, groups, top-k, weights (report section 2.1.2)."""
 
 from __future__ import annotations
 
@@ -23,14 +23,31 @@ from core.state.spec import Constant, Normal, TensorSpec
 class Routing:
     """Where a layer's tokens go.
 
-    experts_TK: int64 expert of every choice, -1 for padding and for what an expert had no room for. weights_TK: float32, with gradient. counts_E: int64 choices per
-    expert on this rank, of what is routed. balance: losses, None outside training.
+    experts_TK: int64 expert of every choice, -1 for padding and for what an expert had no room for. weights_TK: in the router's
+    dtype, with gradient, zero where the expert is -1. counts_E: int64 choices per expert on this rank, of what is routed. chosen_TK:
+    the experts before any was dropped (None: as experts_TK). balance: losses, None outside training.
     """
 
     experts_TK: Tensor
     weights_TK: Tensor
     counts_E: Tensor
     balance: BalanceLosses | None
+    chosen_TK: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterInputs:
+    """What a router needs to know of my tokens beside their hidden states.
+
+    packing says which tokens of the microbatch they are. scope: in training, when balance losses are wanted. valid_T: bool, False
+    for padding, which reaches no expert. prescribed_TK: int64 [T, K], experts to take instead of its own choice, -1 for none; weights
+    are computed as ever, from this router's scores at those experts.
+    """
+
+    packing: Packing
+    scope: BalanceScope | None = None
+    valid_T: Tensor | None = None
+    prescribed_TK: Tensor | None = None
 
 
 class Router(nn.Module):
@@ -62,29 +79,42 @@ class Router(nn.Module):
             found["bias"] = replace(spec, shape=size, box=whole(size), init=zero, decay=False, trained=False)
         return found
 
-    def forward(
-        self, hidden_TH: Tensor, packing: Packing, scope: BalanceScope | None, valid_T: Tensor | None = None
-    ) -> Routing:
-        """Route my tokens [T, hidden]; `scope` is given in training, when balance losses are wanted."""
+    def forward(self, hidden_TH: Tensor, inputs: RouterInputs) -> Routing:
+        """Route my tokens [T, hidden]."""
         router, experts = self.config.router, self.config.experts
-        wide = wide_dtype(hidden_TH.dtype)
+        wide = torch.float64 if router.dtype == "float64" else wide_dtype(hidden_TH.dtype)
         logits = F.linear(hidden_TH.to(wide), self.weight.to(wide))
-        scores = scores_of(logits, router.score)
-        chosen = choose(scores, self.config.top_k, router.groups, self.bias)
-        weights = weights_of(scores, chosen, score=router.score, normalise=router.normalise, scale=router.scale)
-        if valid_T is not None:
-            chosen = chosen.masked_fill(~valid_T[:, None], -1)
-            weights = weights * valid_T[:, None]
+        chosen, weights = self._choices(logits, inputs)
+        kept, before = chosen, None
         if self.config.capacity is not None:
-            kept = kept_choices(
+            room = kept_choices(
                 chosen,
                 weights,
-                packing,
+                inputs.packing,
                 experts=experts,
                 capacity=self.config.capacity,
                 sequence=self.sequence,
             )
-            chosen, weights = chosen.masked_fill(~kept, -1), weights * kept
-        counts = torch.bincount((chosen.flatten() + 1), minlength=experts + 1)[1:]
+            kept, weights, before = chosen.masked_fill(~room, -1), weights * room, chosen
+        counts = torch.bincount((kept.flatten() + 1), minlength=experts + 1)[1:]
+        scope = inputs.scope
         balance = None if scope is None else balance_losses(logits, router, self.config.top_k, scope)
-        return Routing(experts_TK=chosen, weights_TK=weights, counts_E=counts, balance=balance)
+        return Routing(experts_TK=kept, weights_TK=weights, counts_E=counts, balance=balance, chosen_TK=before)
+
+    def _choices(self, logits_TE: Tensor, inputs: RouterInputs) -> tuple[Tensor, Tensor]:
+        """Experts and weights of every choice, both [T, K]; -1 and zero for padding and where nothing was prescribed."""
+        router = self.config.router
+        scores = scores_of(logits_TE, router.score)
+        chosen, routed_TK = inputs.prescribed_TK, None
+        if chosen is None:
+            chosen = choose(scores, self.config.top_k, router.groups, self.bias)
+        else:
+            routed_TK = chosen >= 0
+        if inputs.valid_T is not None:
+            valid_T1 = inputs.valid_T[:, None]
+            routed_TK = valid_T1 if routed_TK is None else routed_TK & valid_T1
+        known = chosen.clamp(min=0)
+        weights = weights_of(scores, known, score=router.score, normalise=router.normalise, scale=router.scale)
+        if routed_TK is not None:
+            chosen, weights = chosen.masked_fill(~routed_TK, -1), weights * routed_TK
+        return chosen, weights

@@ -12,7 +12,7 @@ from core.layers.mlp import SwiGLU
 from core.layers.norm import RMSNorm
 from core.layers.place import Place
 from core.moe.layer import MoELayer
-from core.moe.router import Routing
+from core.moe.router import RouterInputs, Routing
 from core.transformer.context import Context
 
 
@@ -46,5 +46,6 @@ class Block(nn.Module):
         scope = None
         if context.balance is not None:
             scope = context.balance.scope(self.path, context.packing, context.valid_T)
-        out, routing = self.mlp(normed, context.packing, scope, context.valid_T)
+        inputs = RouterInputs(packing=context.packing, scope=scope, valid_T=context.valid_T)
+        out, routing = self.mlp(normed, inputs)
         return hidden_TH + out, routing

@@ -129,3 +129,41 @@ def test_a_sum_of_rows_skips_the_row_that_does_not_exist() -> None:
     rows = draw(0, 3, 2)
     got = sum_rows(rows, torch.tensor([[3, 3], [0, 3], [2, 2]]))
     near(got, torch.stack([torch.zeros(2, dtype=torch.float64), rows[0], 2 * rows[2]]))
+
+
+@settings(max_examples=40)
+@given(routings(), st.integers(2, 9), st.one_of(st.none(), st.integers(0, 12)))
+def test_d1_d3_rows_of_zeros_fill_every_expert_up_and_change_nothing(
+    case: tuple[Tensor, int], multiple: int, just: int | None
+) -> None:
+    """D1: counts are aligned even where the multiple exceeds the tokens; D3: as many rows as are counted."""
+    chosen, experts = case
+    rows = map_rows(chosen, experts, multiple=multiple, rows_per_expert=just)
+    routed = [int((chosen == e).sum()) for e in range(experts)]
+    counts = [-(-n // multiple) * multiple if just is None else just for n in routed]
+    assert rows.counts_E.tolist() == counts
+    assert rows.rows == sum(counts)
+    expected: list[tuple[int, int] | None] = []
+    for e, count in enumerate(counts):
+        real = [place for place in in_order(chosen, experts) if int(chosen[place]) == e][:count]
+        expected += [*real, *[None] * (count - len(real))]
+    assert rows.order_R.tolist() == [-1 if p is None else p[0] * chosen.shape[1] + p[1] for p in expected]
+    # Where rows are so many at most, what finds none counts as not routed.
+    numbers = {place: row for row, place in enumerate(expected)}
+    places = [(t, k) for t in range(chosen.shape[0]) for k in range(chosen.shape[1])]
+    assert rows.row_TK.flatten().tolist() == [numbers.get(place, sum(counts)) for place in places]
+    here = torch.tensor([place in numbers for place in places], dtype=torch.bool).view(chosen.shape)
+    plain = map_rows(torch.where(here, chosen, -1), experts)
+    hidden, weights = draw(0, chosen.shape[0], HIDDEN), draw(1, *chosen.shape)
+    real_R = rows.order_R >= 0
+    for x, function in ((hidden, permute), (weights, permute_weights)):
+        got = gradients(lambda x, f=function: f(x, rows)[real_R], [x])
+        for a, b in zip(got, gradients(lambda x, f=function: f(x, plain), [x]), strict=True):
+            near(a, b, units=16)
+        assert not function(x, rows)[~real_R].any()
+    arrived = draw(2, rows.rows, HIDDEN)
+    out, gradient = gradients(lambda x: unpermute(x, rows), [arrived])
+    expected_out, expected_gradient = gradients(lambda x: unpermute(x, plain), [arrived[real_R]])
+    near(out, expected_out)
+    near(gradient[real_R], expected_gradient)
+    assert not gradient[~real_R].any()

@@ -14,6 +14,7 @@ from core.config.mapping import DispatcherName, ParallelConfig
 from core.layers.place import Place
 from core.moe.balance import BalanceScope
 from core.moe.layer import MoELayer
+from core.moe.router import RouterInputs
 from core.parallel.groups import Groups as RankGroups
 from core.parallel.groups import one_rank
 from core.state.inventory import initialise
@@ -54,6 +55,10 @@ def packing(*lengths: int) -> Packing:
     return packing_of(torch.tensor([0, *accumulate(lengths)]), sum(lengths), torch.device("cpu"))
 
 
+def inputs(*lengths: int, scope: BalanceScope | None = None, valid_T: Tensor | None = None) -> RouterInputs:
+    return RouterInputs(packing=packing(*lengths), scope=scope, valid_T=valid_T)
+
+
 def scope_of(lengths: tuple[int, ...]) -> BalanceScope:
     return scope_on(packing(*lengths), one_rank(), sum(lengths))
 
@@ -77,7 +82,7 @@ def mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
 
 def naive(layer: MoELayer, hidden: Tensor) -> Tensor:
     """Each token alone: its experts by the router's own choice, summed with its weights, and the shared experts."""
-    routing = layer.router(hidden, packing(len(hidden)), None)
+    routing = layer.router(hidden, inputs(len(hidden)))
     out = []
     for x, experts, weights in zip(hidden, routing.experts_TK.tolist(), routing.weights_TK, strict=True):
         y = torch.zeros_like(x)
@@ -97,7 +102,7 @@ def test_output_and_every_gradient_are_those_of_a_loop_over_tokens(config: MoE, 
     hidden = hidden_of(11).requires_grad_()
     wanted = torch.randn(11, HIDDEN, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     tensors = {"hidden": hidden, **dict(layer.named_parameters())}
-    found = layer(hidden, packing(11))[0]
+    found = layer(hidden, inputs(11))[0]
     expected = naive(layer, hidden)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
     gradients = [
@@ -111,7 +116,7 @@ def test_output_and_every_gradient_are_those_of_a_loop_over_tokens(config: MoE, 
 def test_b10_balance_trains_the_router_even_where_the_main_loss_is_zero() -> None:
     layer = layer_of(SOFTMAX)
     hidden = hidden_of(12)
-    out, routing = layer(hidden, packing(5, 7), scope_of((5, 7)))
+    out, routing = layer(hidden, inputs(5, 7, scope=scope_of((5, 7))))
     assert routing.balance is not None
     (0.0 * out.sum() + sum(routing.balance.by_name.values())).backward()
     weight = layer.router.weight.detach().clone().requires_grad_()
@@ -137,10 +142,10 @@ def test_padding_passes_the_shared_experts_only_and_changes_no_other_token(dispa
     layer = layer_of(SIGMOID, dispatcher)
     hidden = hidden_of(6)
     valid = torch.tensor([True, True, False, True, False, True])
-    found, routing = layer(hidden, packing(6), None, valid)
+    found, routing = layer(hidden, inputs(6, valid_T=valid))
     assert layer.shared is not None
     torch.testing.assert_close(found[~valid], layer.shared(hidden[~valid], (2,)))
-    torch.testing.assert_close(found[valid], layer(hidden[valid], packing(4))[0], rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(found[valid], layer(hidden[valid], inputs(4))[0], rtol=1e-12, atol=1e-14)
     assert int(routing.counts_E.sum()) == 4 * 3
 
 
@@ -150,7 +155,7 @@ def test_no_token_and_one_token_pass_forward_and_backward(dispatcher: Dispatcher
     layer = layer_of(SOFTMAX, dispatcher)
     hidden = hidden_of(tokens).requires_grad_()
     lengths = (tokens,) if tokens else ()
-    out, routing = layer(hidden, packing(*lengths), scope_of(lengths))
+    out, routing = layer(hidden, inputs(*lengths, scope=scope_of(lengths)))
     assert out.shape == (tokens, HIDDEN) and routing.balance is not None
     (out.sum() + sum(routing.balance.by_name.values())).backward()
     for name, parameter in layer.named_parameters():
@@ -161,6 +166,6 @@ def test_no_token_and_one_token_pass_forward_and_backward(dispatcher: Dispatcher
 def test_b17_a_forward_without_a_scope_has_no_balance_loss_and_the_next_one_has() -> None:
     layer = layer_of(SOFTMAX)
     with torch.no_grad():
-        assert layer(hidden_of(1), packing(1))[1].balance is None
-    routing = layer(hidden_of(3), packing(3), scope_of((3,)))[1]
+        assert layer(hidden_of(1), inputs(1))[1].balance is None
+    routing = layer(hidden_of(3), inputs(3, scope=scope_of((3,))))[1]
     assert routing.balance is not None and set(routing.balance.by_name) == {"aux_microbatch", "aux_sequence", "z"}

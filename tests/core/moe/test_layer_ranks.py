@@ -15,6 +15,7 @@ from core.config.architecture import AuxLoss, ExpertBias, MoE, Router, SharedExp
 from core.config.mapping import DispatcherName, ParallelConfig
 from core.moe.balance import BalanceScope
 from core.moe.layer import MoELayer
+from core.moe.router import RouterInputs
 from core.parallel.groups import Groups, groups_for, one_rank
 from tests.core.numbers import draw
 from tests.core.shares import Share, check_pieces, close, fill, gradients_of, pieces_of, place_on
@@ -64,7 +65,7 @@ def run(layer: MoELayer, job: Job, groups: Groups, replica: int) -> tuple[Tensor
         tokens=groups.tokens,
     )
     x = draw(10 + replica, tokens, HIDDEN)[packing.mine_T].requires_grad_()
-    out, routing = layer(x, packing, scope)
+    out, routing = layer(x, RouterInputs(packing=packing, scope=scope))
     assert routing.balance is not None
     losses = routing.balance.by_name
     arrives = draw(20 + replica, tokens, HIDDEN)[packing.mine_T]

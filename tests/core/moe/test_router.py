@@ -13,10 +13,11 @@ from core.attention.packing import Packing, packing_of
 from core.config.architecture import AuxLoss, ExpertBias, Groups, MoE, Score
 from core.config.architecture import Router as RouterConfig
 from core.config.mapping import ParallelConfig
-from core.kernels.routing import choose, highest
+from core.kernels.routing import choose, highest, scores_of
 from core.layers.place import Place
-from core.moe.router import Router
+from core.moe.router import Router, RouterInputs
 from core.parallel.groups import one_rank
+from tests.core.numbers import near
 
 
 def naive_choice(scores: list[float], top_k: int, groups: Groups | None, bias: list[float]) -> list[int]:
@@ -103,7 +104,7 @@ def test_equal_scores_are_chosen_by_lowest_id_whatever_the_number_of_experts(exp
 def test_b12_weights_are_the_published_formula_with_and_without_normalisation(score: Score, normalise: bool) -> None:
     router = router_of(RouterConfig(score=score, normalise=normalise, scale=2.5), experts=13, top_k=3, hidden=5)
     hidden = torch.randn(11, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    found = router(hidden, packed(len(hidden)), None)
+    found = router(hidden, RouterInputs(packing=packed(len(hidden))))
     assert found.balance is None
     for t in range(11):
         logits = [sum(h * w for h, w in zip(hidden[t].tolist(), row, strict=True)) for row in router.weight.tolist()]
@@ -124,9 +125,9 @@ def test_the_bias_moves_the_choice_and_never_the_weights_and_has_no_gradient() -
     router = router_of(config, experts=8, top_k=2, hidden=5)
     assert router.bias is not None and router.bias.dtype == torch.float32
     hidden = torch.randn(7, 5, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    plain = router(hidden, packed(len(hidden)), None)
+    plain = router(hidden, RouterInputs(packing=packed(len(hidden))))
     router.bias[3] = 50.0
-    moved = router(hidden, packed(len(hidden)), None)
+    moved = router(hidden, RouterInputs(packing=packed(len(hidden))))
     assert (moved.experts_TK[:, 0] == 3).all() and not (plain.experts_TK[:, 0] == 3).all()
     scores = torch.sigmoid(hidden @ router.weight.T)
     torch.testing.assert_close(moved.weights_TK[:, 0], scores[:, 3], rtol=1e-12, atol=0)
@@ -139,7 +140,7 @@ def test_padding_is_routed_nowhere_counts_nowhere_and_gets_no_gradient() -> None
     router = router_of(RouterConfig(score="softmax", normalise=True), experts=5, top_k=2, hidden=3)
     hidden = torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).requires_grad_()
     valid = torch.tensor([True, False, True, True, False, True])
-    found = router(hidden, packed(len(hidden)), None, valid)
+    found = router(hidden, RouterInputs(packing=packed(len(hidden)), valid_T=valid))
     assert (found.experts_TK[~valid] == -1).all() and (found.experts_TK[valid] >= 0).all()
     assert (found.weights_TK[~valid] == 0).all()
     expected = [int((found.experts_TK == e).sum()) for e in range(5)]
@@ -151,7 +152,7 @@ def test_padding_is_routed_nowhere_counts_nowhere_and_gets_no_gradient() -> None
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_no_token_and_one_token_are_routed(tokens: int) -> None:
     router = router_of(RouterConfig(score="sigmoid", normalise=True, groups=Groups(total=3, kept=2)), 9, 4, 5)
-    found = router(torch.ones(tokens, 5, dtype=torch.float64), packed(tokens), None)
+    found = router(torch.ones(tokens, 5, dtype=torch.float64), RouterInputs(packing=packed(tokens)))
     assert found.experts_TK.shape == found.weights_TK.shape == (tokens, 4)
     # C10: nothing is dropped
     assert found.counts_E.shape == (9,) and int(found.counts_E.sum()) == tokens * 4
@@ -160,7 +161,7 @@ def test_no_token_and_one_token_are_routed(tokens: int) -> None:
 def test_b17_there_is_no_balance_loss_outside_training() -> None:
     balance = (AuxLoss(scope="global_batch", coefficient=1.0),)
     router = router_of(RouterConfig(score="softmax", normalise=True, balance=balance), 5, 2, 3)
-    assert router(torch.ones(1, 3, dtype=torch.float64), packed(1), None).balance is None
+    assert router(torch.ones(1, 3, dtype=torch.float64), RouterInputs(packing=packed(1))).balance is None
 
 
 def test_the_router_computes_in_float32_for_a_bfloat16_model() -> None:
@@ -170,7 +171,38 @@ def test_the_router_computes_in_float32_for_a_bfloat16_model() -> None:
     router = Router(config, 2, init_std=1.0, place=place)
     with torch.no_grad():
         router.weight.copy_(torch.tensor([[256.0, 0.0], [256.0, 0.5]]))
-    found = router(torch.ones(1, 2, dtype=torch.bfloat16), packed(1), None)
+    found = router(torch.ones(1, 2, dtype=torch.bfloat16), RouterInputs(packing=packed(1)))
     assert found.experts_TK.tolist() == [[1]]
     assert found.weights_TK.dtype == torch.float32
     assert found.weights_TK.item() == pytest.approx(1 / (1 + math.exp(-0.5)), rel=1e-6)
+
+
+def test_h1_prescribed_experts_get_weights_from_the_own_scores_and_their_gradients_reach_the_router() -> None:
+    """Rollout and trainer may choose other experts: replayed ids that are not the own top-k still train the gate."""
+    router = router_of(RouterConfig(score="softmax", normalise=True), experts=5, top_k=2, hidden=3)
+    hidden = torch.randn(4, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    own = router(hidden, RouterInputs(packing=packed(4))).experts_TK
+    other = torch.stack([(own[:, 0] + 1) % 5, (own[:, 0] + 3) % 5], dim=1)
+    found = router(hidden, RouterInputs(packing=packed(4), prescribed_TK=other))
+    assert torch.equal(found.experts_TK, other)
+    scores = torch.softmax(hidden @ router.weight.T, dim=-1).gather(1, other)
+    torch.testing.assert_close(found.weights_TK, scores / scores.sum(1, keepdim=True), rtol=1e-12, atol=0)
+    (found.weights_TK[:, 0]).sum().backward()
+    assert router.weight.grad is not None and router.weight.grad.abs().max() > 1e-3
+
+
+def test_scores_in_float64_are_of_the_products_in_float64() -> None:
+    """A float32 product of these operands loses the second expert's lead."""
+    router = router_of(
+        RouterConfig(score="sigmoid", normalise=False, dtype="float64"), experts=2, top_k=1, hidden=2
+    ).float()
+    with torch.no_grad():
+        router.weight.copy_(torch.tensor([[1.0, 0.0], [1.0, 2.0**-12]]))
+    found = router(torch.tensor([[1.0, 2.0**-13]]), RouterInputs(packing=packed(1)))
+    assert found.weights_TK.dtype == torch.float64 and found.experts_TK.tolist() == [[1]]
+
+
+def test_the_square_root_of_softplus_is_a_score() -> None:
+    logits = torch.tensor([[-3.0, 0.5, 40.0]], dtype=torch.float64)
+    expected = [math.sqrt(math.log1p(math.exp(z))) for z in logits[0].tolist()]
+    near(scores_of(logits, "sqrt_softplus"), torch.tensor([expected], dtype=torch.float64))

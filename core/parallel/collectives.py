@@ -11,6 +11,7 @@ the backend would have folded it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -75,12 +76,29 @@ def reduce_scatter_rows(x: Tensor, counts: Sequence[int], group: Group) -> Tenso
     return _ReduceScatter.apply(x, tuple(counts), group)
 
 
+@dataclass(kw_only=True)
+class UnderWay:
+    """Rows that are being sent: what is computed before `finish` is computed meanwhile, and so is its backward in the backward."""
+
+    rows: Tensor
+    journey: _Journey | None
+
+    def finish(self) -> Tensor:
+        """The rows; called once."""
+        return self.rows if self.journey is None else _Arrive.apply(self.rows, self.journey)
+
+
 def all_to_all(x: Tensor, send_rows: Sequence[int], receive_rows: Sequence[int], group: Group) -> Tensor:
     """The rows that every rank has for me, in the order of the ranks: [sum(send_rows), …] -> [sum(receive_rows), …].
 
     send_rows: how many rows go to each rank of the group; receive_rows: how many come from each; zeros are fine.
     Backward: the same rows travel back. Raises ValueError if `x` does not have the rows that are to be sent.
     """
+    return start_all_to_all(x, send_rows, receive_rows, group).finish()
+
+
+def start_all_to_all(x: Tensor, send_rows: Sequence[int], receive_rows: Sequence[int], group: Group) -> UnderWay:
+    """`all_to_all`, begun. All ranks begin and finish their collectives in the same order."""
     _check_rows(x, send_rows, group, "send_rows")
     _check_rows(x, receive_rows, group, "receive_rows")
     if x.shape[0] != sum(send_rows):
@@ -89,8 +107,9 @@ def all_to_all(x: Tensor, send_rows: Sequence[int], receive_rows: Sequence[int],
         rows = f"{send_rows[group.position]} rows to itself but receives {receive_rows[group.position]}"
         raise ValueError(f"rank {group.position} sends {rows}")
     if group.handle is None:
-        return x
-    return _AllToAll.apply(x, tuple(send_rows), tuple(receive_rows), group)
+        return UnderWay(rows=x, journey=None)
+    journey = _Journey(group=group, send_rows=tuple(send_rows), receive_rows=tuple(receive_rows))
+    return UnderWay(rows=_Depart.apply(x, journey), journey=journey)
 
 
 def all_to_all_equal(x: Tensor, group: Group) -> Tensor:
@@ -140,16 +159,60 @@ class _ReduceScatter(torch.autograd.Function):
         return _gather(gradient, ctx.counts, ctx.group), None, None
 
 
-class _AllToAll(torch.autograd.Function):
+@dataclass(kw_only=True)
+class _Journey:
+    """An all-to-all and its way back: one of the two is under way at a time. sent: belongs to the collective until it has ended."""
+
+    group: Group
+    send_rows: Rows
+    receive_rows: Rows
+    work: dist.Work | None = None
+    sent: Tensor | None = None
+    out: Tensor | None = None
+
+    def begin(self, x: Tensor, *, back: bool = False) -> Tensor:
+        """Send; the tensor that will be filled."""
+        rows = (self.receive_rows, self.send_rows) if back else (self.send_rows, self.receive_rows)
+        self.sent = x.contiguous()
+        self.out, self.work = _begin_exchange(self.sent, *rows, self.group, "all_to_all")
+        return self.out
+
+    def end(self) -> Tensor:
+        """What was begun last, when it is filled."""
+        assert self.out is not None, "a journey ends after it has begun, and once"
+        self.group.wait(self.work)
+        out, self.out, self.work, self.sent = self.out, None, None, None
+        return out
+
+
+class _Depart(torch.autograd.Function):
+    """Begins the journey, and ends the way back of the gradient."""
+
     @staticmethod
-    def forward(ctx, x: Tensor, send_rows: Rows, receive_rows: Rows, group: Group) -> Tensor:
-        ctx.send_rows, ctx.receive_rows, ctx.group = send_rows, receive_rows, group
-        return _exchange(x, send_rows, receive_rows, group, "all_to_all")
+    def forward(ctx, x: Tensor, journey: _Journey) -> Tensor:
+        ctx.journey = journey
+        return journey.begin(x)
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
-        back = _exchange(gradient, ctx.receive_rows, ctx.send_rows, ctx.group, "all_to_all")
-        return back, None, None, None
+        return ctx.journey.end(), None
+
+
+class _Arrive(torch.autograd.Function):
+    """Ends the journey, and begins the way back. Autograd runs nodes made later first: those of what was computed meanwhile come
+    between the two in the backward too."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, journey: _Journey) -> Tensor:
+        ctx.journey = journey
+        journey.end()
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        ctx.journey.begin(gradient, back=True)
+        # Autograd wants something of this shape; what arrives has that of the rows that were sent, and the journey carries it.
+        return gradient, None
 
 
 def _all_reduce(x: Tensor, group: Group, operation: dist.ReduceOp.RedOpType) -> Tensor:
@@ -189,13 +252,22 @@ def _sum_parts(x: Tensor, counts: Rows, group: Group) -> Tensor:
 
 
 def _exchange(x: Tensor, send_rows: Rows, receive_rows: Rows, group: Group, name: str) -> Tensor:
-    """The rows that every rank has for me. The one call that rows of unequal number travel through."""
+    """The rows that every rank has for me."""
+    sent = x.contiguous()
+    out, work = _begin_exchange(sent, send_rows, receive_rows, group, name)
+    group.wait(work)
+    return out
+
+
+def _begin_exchange(
+    x: Tensor, send_rows: Rows, receive_rows: Rows, group: Group, name: str
+) -> tuple[Tensor, dist.Work | None]:
+    """The one call that rows of unequal number travel through: what will be filled, and what to wait for. `x` stays as it is until then."""
     out = x.new_empty((sum(receive_rows), *x.shape[1:]))
     row_bytes = x[:1].nbytes if x.shape[0] else 0
     group.count(name, row_bytes * (sum(send_rows) - send_rows[group.position]))
     rows = list(receive_rows), list(send_rows)
-    group.wait(dist.all_to_all_single(out, x.contiguous(), *rows, group=group.handle, async_op=True))
-    return out
+    return out, dist.all_to_all_single(out, x, *rows, group=group.handle, async_op=True)
 
 
 def _mine(counts: Rows, group: Group) -> Rows:

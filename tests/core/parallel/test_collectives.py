@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from core.parallel.baton import Baton
 from core.parallel.collectives import (
     all_gather,
     all_gather_rows,
@@ -20,6 +21,7 @@ from core.parallel.collectives import (
     all_to_all_equal,
     reduce_scatter,
     reduce_scatter_rows,
+    start_all_to_all,
 )
 from core.parallel.groups import Group, one_rank
 from core.parallel.meter import Meter
@@ -346,3 +348,50 @@ def test_rows_that_disagree_with_their_counts_are_refused_before_anything_is_sen
         reduce_scatter(x, pair)
     with pytest.raises(ValueError, match="without dimensions"):
         all_gather_rows(torch.tensor(1.0), [1, 1], pair)
+
+
+class _Logged(torch.autograd.Function):
+    """Twice its input; its log says when it was computed."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, log: list[str]) -> Tensor:
+        ctx.log = log
+        log.append("computed")
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        ctx.log.append("computed")
+        return 2 * gradient, None
+
+
+@dataclass
+class _WaitLog(Baton):
+    """Stands where a wait gives way to other work, and writes that one began."""
+
+    log: list[str] = field(default_factory=list)
+
+    def give_way(self) -> None:
+        self.log.append("wait")
+
+
+def _computed_meanwhile(rank: int, world: int) -> tuple[list[str], list[str], list[float], list[float]]:
+    log: list[str] = []
+    group = replace(_world_group(rank, world), baton=_WaitLog(log=log))
+    x = torch.tensor([[10.0 * rank], [10.0 * rank + 1]], requires_grad=True)
+    sent = start_all_to_all(3 * x, [1, 1], [1, 1], group)
+    other = _Logged.apply(x, log)
+    arrived = sent.finish()
+    forward, log[:] = list(log), []
+    (arrived * torch.tensor([[1.0], [5.0]]) + other).sum().backward()
+    assert x.grad is not None
+    return forward, log, arrived.flatten().tolist(), x.grad.flatten().tolist()
+
+
+def test_what_is_computed_between_begin_and_finish_comes_before_the_wait_forward_and_backward(ranks: Ranks) -> None:
+    for rank, (forward, backward, arrived, gradient) in enumerate(ranks.run(_computed_meanwhile, 2)):
+        assert forward == ["computed", "wait"]
+        assert backward == ["computed", "wait"]
+        assert arrived == [3.0 * rank, 30.0 + 3 * rank]
+        # what I sent to rank p came to p's row `rank`, which counts 1 or 5 times
+        assert gradient == [3.0 * (1, 5)[rank] + 2] * 2

@@ -67,6 +67,8 @@ def _moe(moe: MoE) -> Iterator[Fault]:
         yield Fault(setting="model.moe.top_k", value=moe.top_k, rule=rule, works=f"1 to {moe.experts}")
     if moe.shared:
         yield from positive("model.moe.shared", moe.shared, "count")
+    if moe.latent is not None:
+        yield from positive("model.moe", moe, "latent")
     yield from _router(moe.router)
     if moe.router.groups and moe.experts > 0 and moe.top_k > 0:
         yield from _groups(moe)
@@ -74,6 +76,9 @@ def _moe(moe: MoE) -> Iterator[Fault]:
 
 def _router(router: Router) -> Iterator[Fault]:
     yield from above("model.moe.router.scale", router.scale, 0)
+    if router.jitter is not None and not 0 < router.jitter < 1:
+        rule = "must lie between 0 and 1, both excluded"
+        yield Fault(setting="model.moe.router.jitter", value=router.jitter, rule=rule, works="0.01, or none")
     if router.score == "softmax_after_top_k" and router.normalise:
         rule = "has no meaning with model.moe.router.score=softmax_after_top_k, whose weights sum to one already"
         yield Fault(setting="model.moe.router.normalise", value=True, rule=rule, works="false, or score=softmax")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 
 import numpy as np
 
@@ -55,7 +55,12 @@ class Loader:
     def batches(self, step: int) -> tuple[Microbatch, ...]:
         """This replica's microbatches of `step`, counted from 0: global_batch / replicas / microbatch of them."""
         mine = self.windows(step).reshape(-1, self.replicas, self.microbatch)[:, self.replica]
-        return tuple(pack(self.split, windows, self.sequence_tokens) for windows in mine)
+        packed = (pack(self.split, windows, self.sequence_tokens) for windows in mine)
+        tokens = self.microbatch * self.sequence_tokens
+        return tuple(
+            replace(microbatch, first=(number * self.replicas + self.replica) * tokens)
+            for number, microbatch in enumerate(packed)
+        )
 
     def valid_tokens(self, step: int) -> int:
         """Labels that count in the whole global batch of `step`, over all replicas; without communication."""

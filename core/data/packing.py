@@ -16,12 +16,14 @@ class Microbatch:
     """What one forward pass reads.
 
     tokens: [T] int64. labels: [T] int64, the next token of the same document, IGNORE where nothing is predicted.
-    cu_seqlens: [sequences + 1] int64 from 0 to T, increasing: attention stays between neighbours.
+    cu_seqlens: [sequences + 1] int64 from 0 to T, increasing: attention stays between neighbours. first: place of its first token
+    in the global batch.
     """
 
     tokens: np.ndarray
     labels: np.ndarray
     cu_seqlens: np.ndarray
+    first: int = 0
 
 
 def count_windows(split: TokenSplit, sequence_tokens: int) -> int:

@@ -41,13 +41,14 @@ class RouterInputs:
 
     packing says which tokens of the microbatch they are. scope: in training, when balance losses are wanted. valid_T: bool, False
     for padding, which reaches no expert. prescribed_TK: int64 [T, K], experts to take instead of its own choice, -1 for none; weights
-    are computed as ever, from this router's scores at those experts.
+    are computed as ever, from this router's scores at those experts. noise_TH: factors on what the router sees of its input.
     """
 
     packing: Packing
     scope: BalanceScope | None = None
     valid_T: Tensor | None = None
     prescribed_TK: Tensor | None = None
+    noise_TH: Tensor | None = None
 
 
 class Router(nn.Module):
@@ -83,7 +84,10 @@ class Router(nn.Module):
         """Route my tokens [T, hidden]."""
         router, experts = self.config.router, self.config.experts
         wide = torch.float64 if router.dtype == "float64" else wide_dtype(hidden_TH.dtype)
-        logits = F.linear(hidden_TH.to(wide), self.weight.to(wide))
+        seen = hidden_TH.to(wide)
+        if inputs.noise_TH is not None:
+            seen = seen * inputs.noise_TH.to(wide)
+        logits = F.linear(seen, self.weight.to(wide))
         chosen, weights = self._choices(logits, inputs)
         kept, before = chosen, None
         if self.config.capacity is not None:

@@ -54,6 +54,11 @@ def uniform(seed: int, name: str, box: Box, *, step: int = 0) -> Tensor:
     return _draw(stream_key(seed, name), box, step, torch.float64, _uniform)
 
 
+def uniform_rows(seed: int, name: str, rows_N: Tensor, columns: int, *, step: int = 0) -> Tensor:
+    """The whole rows `rows_N` (int64, any order) of a matrix of `uniform` numbers: [N, columns] float64 on the device of rows_N."""
+    return _draw_rows(stream_key(seed, name), rows_N, (0, columns), step, torch.float64, _uniform)
+
+
 def _uniform(words: Tensor) -> Tensor:
     """(w + 0.5) / 2^32, exact in float64 and strictly inside (0, 1)."""
     return (words.to(torch.float64) + 0.5) * 2.0**-32
@@ -75,23 +80,35 @@ def _multiply(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
 
 def _draw(key: tuple[int, int], box: Box, step: int, dtype: torch.dtype, numbers: Callable[[Tensor], Tensor]) -> Tensor:
     """The piece `box`, where `numbers` makes words [rows, words] into numbers, one per word, that depend on its counter only."""
-    first, last = _columns(box)
-    rows = _row_numbers(box)
-    # From the block of four columns that holds the box's first column to that of its last one.
-    blocks = torch.arange(first // 4, -(-last // 4), dtype=torch.int64)
+    return _draw_rows(key, _row_numbers(box), _columns(box), step, dtype, numbers).view(box.shape)
+
+
+def _draw_rows(
+    key: tuple[int, int],
+    rows: Tensor,
+    columns: tuple[int, int],
+    step: int,
+    dtype: torch.dtype,
+    numbers: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Columns [first, last) of the rows of those numbers, on the device of `rows`."""
+    first, last = columns
+    device = rows.device
+    # From the block of four columns that holds the first column to that of the last one.
+    blocks = torch.arange(first // 4, -(-last // 4), dtype=torch.int64, device=device)
     crop = slice(first % 4, first % 4 + last - first)
-    out = torch.empty(rows.numel(), last - first, dtype=dtype)
+    out = torch.empty(rows.numel(), last - first, dtype=dtype, device=device)
     step_rows = max(1, _CHUNK // max(1, blocks.numel()))
     for start in range(0, rows.numel(), step_rows):
         some = rows[start : start + step_rows]
-        counters = torch.empty(some.numel(), blocks.numel(), 4, dtype=torch.int64)
+        counters = torch.empty(some.numel(), blocks.numel(), 4, dtype=torch.int64, device=device)
         counters[..., 0] = blocks
         counters[..., 1] = (some & _MASK)[:, None]
         counters[..., 2] = (some >> 32)[:, None]
         counters[..., 3] = step
         words = philox(counters.view(-1, 4), key).view(some.numel(), blocks.numel() * 4)
         out[start : start + step_rows] = numbers(words)[:, crop]
-    return out.view(box.shape)
+    return out
 
 
 def _columns(box: Box) -> tuple[int, int]:

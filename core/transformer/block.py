@@ -12,6 +12,7 @@ from core.layers.mlp import SwiGLU
 from core.layers.norm import RMSNorm
 from core.layers.place import Place
 from core.moe.layer import MoELayer
+from core.moe.noise import jitter
 from core.moe.router import RouterInputs, Routing
 from core.transformer.context import Context
 
@@ -43,9 +44,25 @@ class Block(nn.Module):
         normed = self.mlp_norm(hidden_TH)
         if isinstance(self.mlp, SwiGLU):
             return hidden_TH + self.mlp(normed, context.packing.rows), None
-        scope = None
-        if context.balance is not None:
-            scope = context.balance.scope(self.path, context.packing, context.valid_T)
-        inputs = RouterInputs(packing=context.packing, scope=scope, valid_T=context.valid_T)
-        out, routing = self.mlp(normed, inputs)
+        out, routing = self.mlp(normed, self._router_inputs(self.mlp, context))
         return hidden_TH + out, routing
+
+    def _router_inputs(self, moe: MoELayer, context: Context) -> RouterInputs:
+        """What the router of this layer is told, out of what all layers share."""
+        packing, mine_T = context.packing, context.packing.mine_T
+        scope = noise = prescribed = None
+        if context.balance is not None:
+            scope = context.balance.scope(self.path, packing, context.valid_T)
+            if moe.router.config.router.jitter is not None:
+                noise = self._jitter(moe.router.config.router.jitter, moe.router.weight.shape[1], context)
+        if context.prescribed is not None:
+            prescribed = context.prescribed.of(self.path, mine_T)
+        return RouterInputs(
+            packing=packing, scope=scope, valid_T=context.valid_T, prescribed_TK=prescribed, noise_TH=noise
+        )
+
+    def _jitter(self, reach: float, hidden: int, context: Context) -> Tensor:
+        at = context.position
+        assert at is not None, f"{self.path} draws jitter in training: its microbatches need a position"
+        tokens_T = context.packing.mine_T + at.first
+        return jitter(reach, f"{self.path}.mlp.router.jitter", tokens_T, hidden, seed=at.seed, step=at.step)

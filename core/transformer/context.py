@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
@@ -13,17 +14,40 @@ from core.moe.balance import BalanceScope, Load
 from core.parallel.groups import Group
 
 
+class Prescription(Protocol):
+    """Experts that tokens of a microbatch have to go to, instead of those that the routers would choose."""
+
+    def of(self, layer: str, mine_T: Tensor) -> Tensor | None:
+        """[T, K] int64 for the tokens `mine_T` (int64, places in the microbatch) in a layer (canonical name), -1 for none.
+
+        None where the layer chooses itself. A pure function: it is asked again where a layer is computed again.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchPosition:
+    """What the random numbers of a microbatch hang on: seed and step of the run, and the place of its first token in the global batch."""
+
+    seed: int
+    step: int
+    first: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class TokenBatch:
     """A whole microbatch, the same on all tp * cp * pp ranks that share it; `packing` says which of its tokens this rank holds.
 
     tokens, labels: [T] int64, label -100 where nothing is predicted. valid: [T] bool, False for padding; None without any.
+    position: needed where training draws random numbers, or where routing is written down. prescribed: None where routers choose.
     """
 
     tokens: Tensor
     labels: Tensor
     packing: Packing
     valid: Tensor | None = None
+    position: BatchPosition | None = None
+    prescribed: Prescription | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +89,12 @@ class BalanceInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """Packing, which of my tokens are not padding (None: all), rotation angles by the number of dimensions that they turn, and in
-    training what balance losses are measured against."""
+    """Packing, which of my tokens are not padding (None: all), rotation angles by the number of dimensions that they turn, in
+    training what balance losses are measured against, position and prescribed experts of the microbatch."""
 
     packing: Packing
     valid_T: Tensor | None
     turns: Mapping[int, Rotation]
     balance: BalanceInputs | None
+    position: BatchPosition | None = None
+    prescribed: Prescription | None = None

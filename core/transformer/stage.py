@@ -226,7 +226,14 @@ class Stage(nn.Module):
         sizes = {rotated_dimensions(layer.attention) for layer in self.config.layers}
         turns = {size: rotation(self.config.rope, size, batch.packing.positions_T) for size in sizes}
         valid = None if batch.valid is None else batch.valid[batch.packing.mine_T]
-        return Context(packing=batch.packing, valid_T=valid, turns=turns, balance=balance)
+        return Context(
+            packing=batch.packing,
+            valid_T=valid,
+            turns=turns,
+            balance=balance,
+            position=batch.position,
+            prescribed=batch.prescribed,
+        )
 
 
 def build_model(

@@ -92,7 +92,50 @@ class ExpertBias:
     rate: float
 
 
-Balance = AuxLoss | ZLoss | ExpertBias
+@dataclass(frozen=True, kw_only=True)
+class QuantileBias:
+    """Balancing without a loss or a rate: experts are chosen by logit minus a threshold, read off the logits once per optimizer step.
+
+    With a_t the (top_k + 1)-th highest of token t's logits less thresholds, q_e is the (floor(tokens * top_k / experts) + 1)-th
+    highest of logit_te - a_t over the tokens of a microbatch: above it lie as many tokens as balanced experts have. The mean of q over
+    the microbatches of the global batch becomes the threshold, `ema` of the old one being kept, less its mean over experts.
+    """
+
+    ema: float = 0.0
+
+
+Balance = AuxLoss | ZLoss | ExpertBias | QuantileBias
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopK:
+    """Every token takes its top_k highest experts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sinkhorn:
+    """In training, the top_k of scores that optimal transport has evened out over tokens and experts (S-BASE, arXiv 2202.01169).
+
+    Rows and columns of exp(logits) of a whole microbatch are scaled in turn until the columns' factors change by at most `tolerance`
+    in the mean, for at most `rounds` rounds. Weights are the router's scores: sigmoid with top_k=1, otherwise softmax, not
+    normalised. In evaluation a token takes its top_k highest scores: it looks at no other token.
+    """
+
+    tolerance: float = 1e-4
+    rounds: int = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertChoice:
+    """In training every expert takes its ceil(top_k * tokens / experts) best tokens of a microbatch (arXiv 2202.09368).
+
+    A token has top_k experts in the mean, and 0 to all of them. Whether an expert takes it depends on the tokens behind it: a language
+    model so trained has looked ahead, and its training loss is too good by as much. In evaluation and generation a token takes
+    its top_k highest scores: it looks at no other token.
+    """
+
+
+Selection = TopK | Sinkhorn | ExpertChoice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +158,7 @@ class Router:
     score: `softmax` over all experts, `softmax_after_top_k` over the chosen ones, `sigmoid`, or the square root of the softplus.
     normalise: divide the chosen weights by their sum. scale: factor on the weights afterwards. dtype: of logits and scores,
     whatever the model's is. jitter: in training the router sees its input times numbers uniform in [1 - jitter, 1 + jitter].
+    selection: who chooses whom.
     """
 
     score: Score
@@ -124,6 +168,12 @@ class Router:
     balance: tuple[Balance, ...] = ()
     dtype: Literal["float32", "float64"] = "float32"
     jitter: float | None = None
+    selection: Selection = TopK()
+
+    @property
+    def biased(self) -> bool:
+        """Whether the choice of experts carries a bias, which is saved with the weights."""
+        return any(isinstance(balance, (ExpertBias, QuantileBias)) for balance in self.balance)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +193,8 @@ class Capacity:
 
     factor: float
     drop: Literal["weight", "position"] = "weight"
+    pad: in training rows of zeros fill what an expert has left, so that all shapes are known beforehand and the host waits for none
+    of them. Which choices are dropped, outputs and gradients stay the same.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from core.config.architecture import GQA, MLA, Attention, Dense, ExpertBias, Layer, ModelConfig, MoE
+from core.config.architecture import GQA, MLA, Attention, Dense, Layer, ModelConfig, MoE, num_halves
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +69,11 @@ def _latent(mla: MLA, hidden: int) -> int:
 def _mlp(mlp: Dense | MoE, hidden: int) -> tuple[int, int]:
     """All and active numbers; router, bias and shared experts are active for every token."""
     if isinstance(mlp, Dense):
-        return 3 * hidden * mlp.ffn, 3 * hidden * mlp.ffn
-    expert = 3 * hidden * mlp.expert_ffn
-    bias = mlp.experts if any(isinstance(balance, ExpertBias) for balance in mlp.router.balance) else 0
-    always = hidden * mlp.experts + bias + (mlp.shared.count * expert if mlp.shared else 0)
+        return ((1 + num_halves(mlp.activation)) * hidden * mlp.ffn,) * 2
+    expert = mlp.expert_parameters(hidden)
+    bias = mlp.experts if mlp.router.biased else 0
+    matrices = (1 + num_halves(mlp.activation)) * hidden * mlp.expert_ffn
+    shared = mlp.shared.count * matrices + mlp.shared.gated * hidden if mlp.shared else 0
+    latent = 0 if mlp.latent is None else 2 * hidden * mlp.latent
+    always = hidden * mlp.experts + bias + shared + latent
     return always + mlp.experts * expert, always + mlp.top_k * expert

@@ -1,4 +1,4 @@
-"""What keeps the experts evenly used: auxiliary losses, z-loss, and the bias that follows the load.
+"""What keeps the experts evenly used: auxiliary losses, z-loss, and the bias that follows the load or quantiles of the logits.
 
 Every loss is a share of one sum over the global batch (contract 4): summed over microbatches and ranks, balanced routing gives
 exactly the coefficient, whatever the mapping. Counts carry no gradient. (Switch: arXiv 2101.03961; report section 2.2;
@@ -49,11 +49,14 @@ class BalanceScope:
 class BalanceLosses:
     """Shares of the global losses by name (`aux_microbatch`, `aux_sequence`, `aux_global_batch`, `z`), coefficients applied.
 
-    load: of the whole world up to and including this microbatch, where the model balances over the global batch.
+    load: of the whole world up to and including this microbatch, where the model balances over the global batch. quantiles: where
+    thresholds balance, float64 [E + 1]: the quantiles of this microbatch and the number 1, so that sums over microbatches and ranks
+    hold their sum and their number; zeros without tokens, and on all ranks of the microbatch but the first.
     """
 
     by_name: dict[str, Tensor]
     load: Load | None
+    quantiles: Tensor | None = None
 
 
 def balance_losses(logits_TE: Tensor, router: Router, top_k: int, scope: BalanceScope) -> BalanceLosses:
@@ -100,6 +103,19 @@ def moved_bias(bias_E: Tensor, counts_E: Tensor, rate: float) -> Tensor:
     # In float64, which holds every count and their sum exactly: a balanced expert must not move.
     counts = counts_E.to(torch.float64)
     return bias_E + (rate * torch.sign(counts.sum() - counts * counts.numel())).to(bias_E.dtype)
+
+
+def moved_thresholds(bias_E: Tensor, quantiles: Tensor, ema: float) -> Tensor:
+    """The bias of quantile balancing after one step; the thresholds are its negative.
+
+    quantiles: [E + 1] of `BalanceLosses`, summed over the whole global batch. Their mean becomes the thresholds, `ema` of the old
+    ones being kept, less the mean over experts. Unmoved where no microbatch had a token.
+    """
+    sums, number = quantiles[:-1].to(torch.float64), quantiles[-1]
+    if not number:
+        return bias_E.clone()
+    moved = ema * bias_E.to(torch.float64) - (1 - ema) * sums / number
+    return (moved - moved.mean()).to(bias_E.dtype)
 
 
 def _scores_and_choices(logits_TE: Tensor, router: Router, top_k: int, valid_T: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -9,12 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from core.attention.packing import Packing
-from core.config.architecture import ExpertBias, MoE
+from core.config.architecture import ExpertChoice, MoE, QuantileBias, TopK
 from core.kernels.backend import wide_dtype
 from core.kernels.routing import choose, scores_of, weights_of
 from core.layers.place import Place
 from core.moe.balance import BalanceLosses, BalanceScope, balance_losses
 from core.moe.capacity import kept_choices
+from core.moe.selection import chosen_together, quantiles, whole_microbatch
 from core.state.box import whole
 from core.state.spec import Constant, Normal, TensorSpec
 
@@ -23,9 +24,10 @@ from core.state.spec import Constant, Normal, TensorSpec
 class Routing:
     """Where a layer's tokens go.
 
-    experts_TK: int64 expert of every choice, -1 for padding and for what an expert had no room for. weights_TK: in the router's
-    dtype, with gradient, zero where the expert is -1. counts_E: int64 choices per expert on this rank, of what is routed. chosen_TK:
-    the experts before any was dropped (None: as experts_TK). balance: losses, None outside training.
+    experts_TK: int64 expert of every choice, -1 for padding and for what an expert had no room for; where experts choose, E columns,
+    of which column e is expert e or -1. weights_TK: in the router's dtype, with gradient, zero where the expert is -1. counts_E: int64
+    choices per expert on this rank, of what is routed. chosen_TK: the experts before any was dropped (None: as experts_TK). balance:
+    losses, None outside training.
     """
 
     experts_TK: Tensor
@@ -39,9 +41,10 @@ class Routing:
 class RouterInputs:
     """What a router needs to know of my tokens beside their hidden states.
 
-    packing says which tokens of the microbatch they are. scope: in training, when balance losses are wanted. valid_T: bool, False
-    for padding, which reaches no expert. prescribed_TK: int64 [T, K], experts to take instead of its own choice, -1 for none; weights
-    are computed as ever, from this router's scores at those experts. noise_TH: factors on what the router sees of its input.
+    packing says which tokens of the microbatch they are. scope: given in training and nowhere else: with it there are balance losses,
+    and choices that look at a whole microbatch do. valid_T: bool, False for padding, which reaches no expert. prescribed_TK: int64
+    [T, K], experts to take instead of its own choice, -1 for none; weights are computed as ever, from this router's scores at those
+    experts. noise_TH: factors on what the router sees of its input.
     """
 
     packing: Packing
@@ -64,8 +67,7 @@ class Router(nn.Module):
         self.adjacent = place.groups.tp.size
         self.sequence = place.groups.sequence
         self.weight = nn.Parameter(place.empty(config.experts, hidden))
-        biased = any(isinstance(balance, ExpertBias) for balance in config.router.balance)
-        bias = torch.zeros(config.experts, dtype=torch.float32, device=place.device) if biased else None
+        bias = torch.zeros(config.experts, dtype=torch.float32, device=place.device) if config.router.biased else None
         self.register_buffer("bias", bias)
 
     def specs(self) -> dict[str, TensorSpec]:
@@ -102,7 +104,11 @@ class Router(nn.Module):
             kept, weights, before = chosen.masked_fill(~room, -1), weights * room, chosen
         counts = torch.bincount((kept.flatten() + 1), minlength=experts + 1)[1:]
         scope = inputs.scope
-        balance = None if scope is None else balance_losses(logits, router, self.config.top_k, scope)
+        balance = None
+        if scope is not None:
+            balance = balance_losses(logits, router, self.config.top_k, scope)
+            if any(isinstance(part, QuantileBias) for part in router.balance):
+                balance = replace(balance, quantiles=self._quantiles(logits, inputs))
         return Routing(experts_TK=kept, weights_TK=weights, counts_E=counts, balance=balance, chosen_TK=before)
 
     def _choices(self, logits_TE: Tensor, inputs: RouterInputs) -> tuple[Tensor, Tensor]:
@@ -111,7 +117,9 @@ class Router(nn.Module):
         scores = scores_of(logits_TE, router.score)
         chosen, routed_TK = inputs.prescribed_TK, None
         if chosen is None:
-            chosen = choose(scores, self.config.top_k, router.groups, self.bias)
+            chosen = self._own_choices(logits_TE, scores, inputs)
+            if isinstance(router.selection, ExpertChoice):
+                routed_TK = chosen >= 0
         else:
             routed_TK = chosen >= 0
         if inputs.valid_T is not None:
@@ -122,3 +130,30 @@ class Router(nn.Module):
         if routed_TK is not None:
             chosen, weights = chosen.masked_fill(~routed_TK, -1), weights * routed_TK
         return chosen, weights
+
+    def _own_choices(self, logits_TE: Tensor, scores_TE: Tensor, inputs: RouterInputs) -> Tensor:
+        """The experts that this router chooses, int64 [T, K], or [T, E] where experts choose; without gradient.
+
+        With Sinkhorn and expert choice in training communicates as `whole_microbatch`.
+        """
+        router, top_k = self.config.router, self.config.top_k
+        if inputs.scope is not None and not isinstance(router.selection, TopK):
+            return chosen_together(
+                logits_TE,
+                router.selection,
+                top_k,
+                valid_T=inputs.valid_T,
+                packing=inputs.packing,
+                sequence=self.sequence,
+            )
+        by_logits = any(isinstance(part, QuantileBias) for part in router.balance)
+        return choose(logits_TE if by_logits else scores_TE, top_k, router.groups, self.bias)
+
+    @torch.no_grad()
+    def _quantiles(self, logits_TE: Tensor, inputs: RouterInputs) -> Tensor:
+        """`BalanceLosses.quantiles` of this microbatch: [E + 1]. Communicates as `whole_microbatch`."""
+        assert self.bias is not None, "quantile balancing keeps its thresholds in the bias"
+        rows = whole_microbatch(logits_TE, inputs.valid_T, inputs.packing, self.sequence).rows_NE
+        counted = float(rows.shape[0] > 0 and self.sequence.position == 0)
+        found = quantiles(rows, self.bias, self.config.top_k)
+        return torch.cat([found, found.new_ones(1)]) * counted

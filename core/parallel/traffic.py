@@ -15,7 +15,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from core.config.architecture import GQA, Attention, AuxLoss, Dense, ExpertBias, Layer, ModelConfig, MoE
+from core.config.architecture import (
+    GQA,
+    Attention,
+    AuxLoss,
+    Dense,
+    ExpertChoice,
+    Layer,
+    ModelConfig,
+    MoE,
+    QuantileBias,
+    TopK,
+    ZLoss,
+    num_halves,
+)
 from core.config.mapping import ParallelConfig
 
 _WEIGHT_BYTES = 4  # router weights, their gradients, and loads are float32
@@ -189,7 +202,8 @@ def _experts(step: TrainingStep, moe: MoE) -> Iterator[Exchange]:
     passes = step.stage_ranks * (step.microbatches // step.dp)  # of this layer, over its ranks
     if p.dispatcher == "allgather" or p.ep == 1:
         others = p.etp * p.ep - 1
-        per_token = 4 * hidden * step.element_bytes + moe.top_k * (2 * weight + _CHOICE_BYTES)
+        columns = moe.experts if isinstance(moe.router.selection, ExpertChoice) else moe.top_k
+        per_token = 4 * hidden * step.element_bytes + columns * (2 * weight + _CHOICE_BYTES)
         everything = others * (step.tokens * per_token + passes * _COUNT_BYTES)
         yield Exchange(axis="experts", purpose="dispatch and combine", sent_bytes=everything)
         return
@@ -203,9 +217,15 @@ def _experts(step: TrainingStep, moe: MoE) -> Iterator[Exchange]:
 
 
 def _balance(step: TrainingStep, moe: MoE) -> Iterator[Exchange]:
-    """Loads: of each microbatch or sequence over the ranks that share it, of the global batch over the stage."""
-    size, shared = step.wide_bytes, step.parallel.tp * step.parallel.cp
+    """Loads: of each microbatch or sequence over the ranks that share it, of the global batch over the stage. Where a choice or its
+    thresholds look at a whole microbatch, all its logits with every token's place in it."""
+    size, shared = _logit_bytes(step, moe), step.parallel.tp * step.parallel.cp
+    logits = (shared - 1) * step.tokens * (moe.experts * size + _COUNT_BYTES)
+    if not isinstance(moe.router.selection, TopK):
+        yield Exchange(axis="sequence", purpose="selection", sent_bytes=logits)
     for balance in moe.router.balance:
+        if isinstance(balance, QuantileBias):
+            yield Exchange(axis="sequence", purpose="balance", sent_bytes=logits)
         if not isinstance(balance, AuxLoss):
             continue
         if balance.scope == "global_batch":
@@ -215,6 +235,10 @@ def _balance(step: TrainingStep, moe: MoE) -> Iterator[Exchange]:
         else:
             rows = len(step.lengths) if balance.scope == "sequence" else step.microbatches
             yield Exchange(axis="sequence", purpose="balance", sent_bytes=2 * (shared - 1) * rows * moe.experts * size)
+
+
+def _logit_bytes(step: TrainingStep, moe: MoE) -> int:
+    return 8 if moe.router.dtype == "float64" else step.wide_bytes
 
 
 def _capacity(step: TrainingStep, moe: MoE) -> Iterator[Exchange]:
@@ -255,7 +279,7 @@ def _copies(step: TrainingStep) -> Iterator[Exchange]:
     dense = sum(count * (adjacent * spread - 1) for adjacent, count in numbers.items())
     yield Exchange(axis="replicas", purpose="gradients and parameters", sent_bytes=dense * per_number)
     experts = [layer.mlp for _, layer in step.model.all_layers() if isinstance(layer.mlp, MoE)]
-    held = sum(3 * moe.experts * moe.expert_ffn * step.model.hidden for moe in experts)
+    held = sum(moe.experts * moe.expert_parameters(step.model.hidden) for moe in experts)
     yield Exchange(axis="edp", purpose="gradients and parameters", sent_bytes=held * (step.edp - 1) * per_number)
     tied = step.model.tied_embeddings
     users = (s for s, part in enumerate(step.parts) if part.embedding or part.ahead or (tied and part.loss))
@@ -291,7 +315,7 @@ def _layer_numbers(layer: Layer, hidden: int, tp: int) -> Counter[int]:
         found[tp] += (a.latent_rank + a.rope_dim) * hidden + a.latent_rank
         found[tp] += 0 if a.query_rank is None else a.query_rank * (hidden + 1)
     if isinstance(layer.mlp, Dense):
-        found[1] += 3 * layer.mlp.ffn * hidden
+        found[1] += (1 + num_halves(layer.mlp.activation)) * layer.mlp.ffn * hidden
         return found
     found[tp] += layer.mlp.experts * hidden
     if layer.mlp.shared is not None:
@@ -306,8 +330,10 @@ def _reports(step: TrainingStep) -> Iterator[Exchange]:
     labels = step.world // dp * 2 * (dp - 1) * (2 + ahead) * _COUNT_BYTES
     yield Exchange(axis="dp", purpose="labels", sent_bytes=labels)
     moes = [layer.mlp for _, layer in step.model.all_layers() if isinstance(layer.mlp, MoE)]
-    balances = sum(not isinstance(balance, ExpertBias) for moe in moes for balance in moe.router.balance)
-    numbers = 1 + ahead + balances + sum(moe.experts for moe in moes)
+    kinds = [(balance, moe.experts) for moe in moes for balance in moe.router.balance]
+    balances = sum(isinstance(balance, (AuxLoss, ZLoss)) for balance, _ in kinds)
+    quantiles = sum(experts + 1 for balance, experts in kinds if isinstance(balance, QuantileBias))
+    numbers = 1 + ahead + balances + quantiles + sum(moe.experts for moe in moes)
     everywhere = 2 * (step.world - 1) * _COUNT_BYTES
     yield Exchange(axis="world", purpose="losses and choices", sent_bytes=everywhere * numbers)
     yield Exchange(axis="world", purpose="gradient norm", sent_bytes=everywhere)

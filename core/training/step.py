@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from core.config.architecture import ExpertBias, ModelConfig, MoE
+from core.config.architecture import ExpertBias, ModelConfig, MoE, QuantileBias
 from core.errors import ZooError
-from core.moe.balance import loss_names, moved_bias
+from core.moe.balance import loss_names, moved_bias, moved_thresholds
 from core.moe.layer import MoELayer
 from core.optim.protocol import Optimizer
 from core.parallel.collectives import all_reduce_sum
@@ -68,7 +68,7 @@ def train_step(
     sums = train_microbatches(model, batches, totals, after=optimizer.accumulate, clock=clock)
     with clock.phase("reduce"):
         optimizer.reduce()
-        losses, balance, counts = _reduced(model, sums, groups)
+        losses, balance, counts, quantiles = _reduced(model, sums, groups)
         norm = optimizer.gradient_norm()
     if not (math.isfinite(norm) and all(math.isfinite(loss) for loss in losses)):
         raise NotFiniteError(_not_finite_message(losses, norm, optimizer.steps))
@@ -77,7 +77,7 @@ def train_step(
             before_update()
     with clock.phase("optimizer"):
         optimizer.step(rate, norm)
-        move_biases(model, counts)
+        move_biases(model, counts, quantiles)
     return StepResult(
         loss=losses[0] / max(1, totals.labels),
         ahead=tuple(loss / max(1, n) for loss, n in zip(losses[1:], totals.ahead, strict=True)),
@@ -102,43 +102,58 @@ def global_totals(model: Stage, batches: Sequence[TokenBatch], groups: Groups) -
 
 
 @torch.no_grad()
-def move_biases(model: Stage, counts: Mapping[str, Tensor]) -> None:
-    """Move every expert bias once, by the choices of the whole global batch: counts [E] by layer, equal on every rank."""
+def move_biases(model: Stage, counts: Mapping[str, Tensor], quantiles: Mapping[str, Tensor]) -> None:
+    """Move every expert bias once, by the choices of the whole global batch: counts [E] by layer, equal on every rank.
+
+    quantiles: [E + 1] by layer, as `BalanceLosses` has them, where thresholds balance.
+    """
     for module in model.modules():
         if not (isinstance(module, Block) and isinstance(module.mlp, MoELayer)):
             continue
         router = module.mlp.router
         for balance in router.config.router.balance:
-            if isinstance(balance, ExpertBias) and router.bias is not None:
+            if router.bias is None:
+                continue
+            if isinstance(balance, ExpertBias):
                 router.bias.copy_(moved_bias(router.bias, counts[module.path].to(router.bias.device), balance.rate))
 
 
-def _reduced(model: Stage, sums: Sums, groups: Groups) -> tuple[list[float], dict[str, float], dict[str, Tensor]]:
-    """Losses, balance losses and choices per expert of all layers, summed over the world; one all-reduce.
+def _reduced(
+    model: Stage, sums: Sums, groups: Groups
+) -> tuple[list[float], dict[str, float], dict[str, Tensor], dict[str, Tensor]]:
+    """Losses, balance losses, choices per expert and quantiles of all layers, summed over the world; one all-reduce.
+            elif isinstance(balance, QuantileBias):
+                of_layer = quantiles[module.path].to(router.bias.device)
+                router.bias.copy_(moved_thresholds(router.bias, of_layer, balance.ema))
 
     Every rank lays down the same row, whatever parts of the model it holds: zeros for the others' layers.
     """
     zero = torch.zeros((), dtype=torch.float64)
-    names, experts = _slots(model.config)
+    names, experts, thresholds = _slots(model.config)
     parts = [
         sums.losses.cpu(),
         torch.tensor([float(sums.balance.get(name, zero)) for name in names], dtype=torch.float64),
     ]
     parts += [sums.counts.get(layer, zero.expand(n)).to("cpu", torch.float64) for layer, n in experts.items()]
     summed = all_reduce_sum(torch.cat(parts).to(model.place.device), groups.world).cpu()
-    losses, balance, *counts = summed.split([part.numel() for part in parts])
+    losses, balance, *rows = summed.split([part.numel() for part in parts])
     return (
         losses.tolist(),
+    parts += [sums.quantiles.get(layer, zero.expand(n + 1)).to("cpu", torch.float64) for layer, n in thresholds.items()]
         dict(zip(names, balance.tolist(), strict=True)),
-        dict(zip(experts, counts, strict=True)),
+        dict(zip(experts, rows[: len(experts)], strict=True)),
+        dict(zip(thresholds, rows[len(experts) :], strict=True)),
     )
 
 
-def _slots(model: ModelConfig) -> tuple[list[str], dict[str, int]]:
-    """The names of all balance losses of a model, and its MoE layers with their numbers of experts."""
+def _slots(model: ModelConfig) -> tuple[list[str], dict[str, int], dict[str, int]]:
+    """The names of all balance losses of a model, and the numbers of experts of its MoE layers and of those that thresholds balance."""
     layers = {path: layer.mlp for path, layer in model.all_layers() if isinstance(layer.mlp, MoE)}
     names = [f"{path}/{name}" for path, moe in layers.items() for name in loss_names(moe.router)]
-    return names, {path: moe.experts for path, moe in layers.items()}
+    experts = {path: moe.experts for path, moe in layers.items()}
+    balances = {path: moe.router.balance for path, moe in layers.items()}
+    thresholds = {path: n for path, n in experts.items() if any(isinstance(b, QuantileBias) for b in balances[path])}
+    return names, experts, thresholds
 
 
 def _not_finite_message(losses: list[float], norm: float, step: int) -> str:

@@ -22,7 +22,8 @@ class Sums:
     """What the microbatches of a batch add up to on this rank, and the loads of the whole world so far.
 
     losses: [1 + modules ahead] float64, summed cross-entropy over my tokens. balance: by `layer/loss`. counts: choices per expert
-    by layer. hidden: what the last part made of the latest microbatch, where no loss was asked for.
+    by layer. quantiles: by layer, as `BalanceLosses` has them. hidden: what the last part made of the latest microbatch, where no
+    loss was asked for.
     """
 
     losses: Tensor
@@ -30,6 +31,7 @@ class Sums:
     counts: dict[str, Tensor] = field(default_factory=dict)
     loads: dict[str, Load] = field(default_factory=dict)
     hidden: Tensor | None = None
+    quantiles: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, made: PartOutput) -> None:
         """Add one part's results on one microbatch."""
@@ -45,6 +47,8 @@ class Sums:
             if routing.balance is not None and routing.balance.load is not None:
                 self.loads[layer] = routing.balance.load
 
+            if routing.balance is not None and routing.balance.quantiles is not None:
+                self.quantiles[layer] = self.quantiles.get(layer, 0) + routing.balance.quantiles
 
 @dataclass(kw_only=True)
 class StageWork:
@@ -63,9 +67,9 @@ class StageWork:
         balance = None
         if self.totals is not None:
             groups = self.model.place.groups
-            balance = BalanceInputs(
-                totals=self.totals, seen=self.sums.loads, sequence=groups.sequence, tokens=groups.tokens
-            )
+            # A copy: a forward that is repeated for the backward must see what the first one saw, not its own load added.
+            seen = dict(self.sums.loads)
+            balance = BalanceInputs(totals=self.totals, seen=seen, sequence=groups.sequence, tokens=groups.tokens)
         with self.clock.phase("forward"):
             made = self.model.run(chunk, received, self.batches[microbatch], purpose=self.purpose, balance=balance)
         self.sums.add(made)

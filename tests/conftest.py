@@ -14,6 +14,14 @@ from tests.ranks import Ranks
 # ranks, and a sum must not depend on how many threads happened to take part in it.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import torch
+
+# Before anything imports triton: without a GPU its kernels run in its interpreter, on CPU tensors.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+# Triton warns where nobody says whether it may fuse products and sums, and warnings are errors here.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+
 settings.register_profile("zoo", derandomize=True, deadline=None)
 settings.load_profile("zoo")
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from typing import Literal
 
 import torch
 
+from core.errors import ConfigError, Fault
+
 MatmulBackend = Literal["native", "float32"]
+KernelsBackend = Literal["reference", "triton"]
 ExpertsBackend = Literal["fused_loop", "grouped_mm"]
 
 
@@ -40,3 +45,31 @@ def experts_backend(dtype: torch.dtype, device: torch.device, hidden: int, ffn: 
     """
     fits = hidden % 8 == 0 and ffn % 8 == 0
     return "grouped_mm" if device.type == "cuda" and dtype == torch.bfloat16 and fits else "fused_loop"
+
+
+def kernels_backend(device: torch.device) -> KernelsBackend:
+    """`triton`: the kernels of core/kernels/triton run, as they do on a GPU where Triton is installed. `reference`: torch's own.
+
+    The environment variable ZOO_KERNELS, reference or triton, overrides that.
+    Raises ConfigError for another value, and for triton where it is not installed or cannot run on `device`.
+    """
+    asked = os.environ.get("ZOO_KERNELS")
+    if asked is None:
+        return "triton" if device.type == "cuda" and _triton_is_installed() else "reference"
+    if asked == "reference":
+        return "reference"
+    rule, works = None, "reference, or unset for what the device has"
+    if asked != "triton":
+        rule, works = "is none of the two implementations of the kernels", f"triton, {works}"
+    elif not _triton_is_installed():
+        rule, works = "Triton is not installed here", f"triton after `pip install 'triton>=3.7'`, {works}"
+    elif device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        rule = f"Triton's kernels do not run on {device.type} tensors"
+        works = f"triton on a GPU, or, slowly, with TRITON_INTERPRET=1 set before the start; {works}"
+    if rule is not None:
+        raise ConfigError([Fault(setting="ZOO_KERNELS", value=asked, rule=rule, works=works)])
+    return "triton"
+
+
+def _triton_is_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None

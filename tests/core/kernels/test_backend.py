@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from core.kernels.backend import experts_backend, matmul_backend
+from core.errors import ConfigError
+from core.kernels import backend
+from core.kernels.backend import experts_backend, kernels_backend, matmul_backend
 from tests.core.numbers import use_backend
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -39,3 +41,39 @@ def test_experts_run_grouped_on_a_gpu_in_bfloat16_and_as_a_loop_elsewhere() -> N
     assert {experts_backend(d, CPU, 512, 192) for d in (torch.bfloat16, torch.float32, torch.float64)} == {"fused_loop"}
     assert experts_backend(torch.float32, GPU, 512, 192) == "fused_loop"
     assert {experts_backend(torch.bfloat16, GPU, *widths) for widths in ((508, 192), (512, 190))} == {"fused_loop"}
+
+
+def test_kernels_run_in_triton_where_there_is_a_gpu_and_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ZOO_KERNELS", raising=False)
+    for installed in (True, False):
+        monkeypatch.setattr(backend, "_triton_is_installed", lambda answer=installed: answer)
+        assert kernels_backend(GPU) == ("triton" if installed else "reference")
+        assert kernels_backend(CPU) == "reference"
+
+
+def test_a_variable_of_the_environment_names_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "_triton_is_installed", lambda: True)
+    monkeypatch.setenv("ZOO_KERNELS", "reference")
+    assert kernels_backend(GPU) == kernels_backend(CPU) == "reference"
+    monkeypatch.setenv("ZOO_KERNELS", "triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert kernels_backend(GPU) == kernels_backend(CPU) == "triton"
+
+
+@pytest.mark.parametrize(
+    ("asked", "installed", "says"),
+    [
+        ("cuda", True, r"ZOO_KERNELS=cuda: is none of the two .* Works: triton, reference, or unset"),
+        ("", True, "ZOO_KERNELS=: is none of the two"),
+        ("triton", False, r"ZOO_KERNELS=triton: Triton is not installed here\. Works: triton after `pip install"),
+        ("triton", True, r"do not run on cpu tensors\. Works: triton on a GPU, or, slowly, with TRITON_INTERPRET=1"),
+    ],
+)
+def test_kernels_that_cannot_run_are_refused(
+    monkeypatch: pytest.MonkeyPatch, asked: str, installed: bool, says: str
+) -> None:
+    monkeypatch.setattr(backend, "_triton_is_installed", lambda: installed)
+    monkeypatch.setenv("ZOO_KERNELS", asked)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ConfigError, match=says):
+        kernels_backend(CPU)

@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from core.check.balance import check_balance
 from core.check.words import above, at_least, even, nearest, positive
-from core.config.architecture import GQA, AuxLoss, Dense, ExpertBias, ModelConfig, MoE, Router, Yarn, ZLoss
+from core.config.architecture import GQA, Dense, ModelConfig, MoE, Router, Yarn
 from core.errors import Fault
 
 # A byte-level vocabulary holds every byte and one mark between documents.
@@ -70,6 +71,7 @@ def _moe(moe: MoE) -> Iterator[Fault]:
     if moe.latent is not None:
         yield from positive("model.moe", moe, "latent")
     yield from _router(moe.router)
+    yield from check_balance(moe)
     if moe.router.groups and moe.experts > 0 and moe.top_k > 0:
         yield from _groups(moe)
 
@@ -82,19 +84,6 @@ def _router(router: Router) -> Iterator[Fault]:
     if router.score == "softmax_after_top_k" and router.normalise:
         rule = "has no meaning with model.moe.router.score=softmax_after_top_k, whose weights sum to one already"
         yield Fault(setting="model.moe.router.normalise", value=True, rule=rule, works="false, or score=softmax")
-    scopes = [part.scope for part in router.balance if isinstance(part, AuxLoss)]
-    kinds = [type(part).__name__ for part in router.balance if not isinstance(part, AuxLoss)]
-    for name in sorted({name for name in [*scopes, *kinds] if [*scopes, *kinds].count(name) > 1}):
-        rule = "stands twice among the balances of one router"
-        yield Fault(setting="model.moe.router.balance", value=name, rule=rule, works="one of each kind and scope")
-    for part in router.balance:
-        if isinstance(part, (AuxLoss, ZLoss)):
-            yield from at_least(f"model.moe.router.balance.{type(part).__name__}.coefficient", part.coefficient, 0)
-        else:
-            yield from at_least("model.moe.router.balance.ExpertBias.rate", part.rate, 0)
-    if router.score != "sigmoid" and any(isinstance(part, ExpertBias) for part in router.balance):
-        rule = "cannot carry an ExpertBias, which is added to sigmoid scores"
-        yield Fault(setting="model.moe.router.score", value=router.score, rule=rule, works="sigmoid")
 
 
 def _groups(moe: MoE) -> Iterator[Fault]:

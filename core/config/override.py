@@ -13,7 +13,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from core.config.architecture import Dense, Layer, ModelConfig, MoE
+from core.config.architecture import Balance, Dense, Layer, ModelConfig, MoE, Selection
+from core.config.router_text import (
+    BALANCE_EXAMPLE,
+    SELECTION_EXAMPLE,
+    TextError,
+    balance_text,
+    parse_balance,
+    parse_selection,
+    selection_text,
+)
 from core.config.run import RunConfig
 from core.errors import ConfigError, Fault
 
@@ -40,6 +49,20 @@ class Part:
     write: Callable[[Layer, Any], Layer]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """How a union, or a tuple of several things, is written as one word: its declared type, value to text, text to value."""
+
+    kind: Any
+    show: Callable[[Any], str]
+    read: Callable[[str], Any]
+    example: str
+
+
+FORMS = (
+    Form(kind=tuple[Balance, ...], show=balance_text, read=parse_balance, example=BALANCE_EXAMPLE),
+    Form(kind=Selection, show=selection_text, read=parse_selection, example=SELECTION_EXAMPLE),
+)
 PARTS = (
     Part(name="attention", read=lambda layer: layer.attention, write=lambda layer, new: replace(layer, attention=new)),
     Part(
@@ -119,6 +142,10 @@ def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
     hints = get_type_hints(type(value))
     for field in fields(value):
         key, held = f"{prefix}.{field.name}", getattr(value, field.name)
+        form = _form(hints[field.name])
+        if form is not None:
+            yield key, form.show(held)
+            continue
         if get_origin(hints[field.name]) is tuple:
             continue
         if is_dataclass(held):
@@ -211,6 +238,12 @@ def _with_depth(model: ModelConfig, depth: int) -> ModelConfig:
 
 def _parse(kind: Any, item: Assignment) -> Any:
     """The text as a value of the declared type. Raises ConfigError saying the type and an example."""
+    form = _form(kind)
+    if form is not None:
+        try:
+            return form.read(item.text)
+        except TextError as error:
+            raise _fault(item, str(error), form.example) from None
     members = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
     if type(None) in members and item.text.lower() == "none":
         return None
@@ -225,6 +258,11 @@ def _parse(kind: Any, item: Assignment) -> Any:
         rule = "is not one of the choices" + (f" (did you mean {close[0]}?)" if close else "")
         raise _fault(item, rule, ", ".join(get_args(inner)) + optional)
     return _scalar(inner, item, optional)
+
+
+def _form(kind: Any) -> Form | None:
+    """How a value of this declared type is written, where it is no plain one."""
+    return next((form for form in FORMS if form.kind == kind), None)
 
 
 def _scalar(kind: type, item: Assignment, optional: str) -> Any:

@@ -17,6 +17,7 @@ from core.check import check_model
 from core.config.architecture import ModelConfig
 from core.config.difference import config_differences
 from core.config.family import Family, all_families, find_family
+from core.config.written import written_config
 from core.errors import CheckpointError, ConfigError, RequestError
 from core.parallel.groups import one_rank
 from core.state.inventory import declared
@@ -93,7 +94,7 @@ def family_for(model: ModelConfig, name: str | None) -> Family:
     able = []
     for family in all_families():
         try:
-            family.huggingface.write_config(model)
+            written_config(family, model)
         except RequestError:
             continue
         able.append(family)

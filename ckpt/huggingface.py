@@ -25,6 +25,7 @@ from core.check import check_mapping
 from core.config.architecture import ModelConfig
 from core.config.family import Family
 from core.config.mapping import ParallelConfig
+from core.config.written import written_config
 from core.errors import CheckpointError, RequestError
 from core.parallel.groups import Groups, groups_for, one_rank
 from core.pipeline.layout import layout_of
@@ -152,7 +153,7 @@ def wish_of(origin: Origin | None, dtype: Format) -> Wish:
 
 def new_config(family: Family, model: ModelConfig) -> dict[str, Any]:
     """The config.json of a model that came from no folder, its fields in the order of the alphabet."""
-    return dict(sorted(family.huggingface.write_config(model).items()))
+    return dict(sorted(written_config(family, model).items()))
 
 
 def config_text(config: Mapping[str, Any], dtype: torch.dtype, *, float8: bool) -> str:

@@ -178,9 +178,13 @@ class Router:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedExperts:
-    """`count` experts that every token passes, as one MLP of width count * expert_ffn."""
+    """`count` experts that every token passes, as one MLP of width count * expert_ffn.
+
+    gated: a token takes of their output the share sigmoid(token @ gate), as in Qwen2's models.
+    """
 
     count: int
+    gated: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,24 +193,65 @@ class Capacity:
 
     drop: which it keeps: those of the highest router `weight`, or of the earliest `position` in the microbatch. A dropped choice
     adds nothing to its token; the weights of the remaining ones stay as they are (arXiv 2101.03961).
+    pad: in training rows of zeros fill what an expert has left, so that all shapes are known beforehand and the host waits for none
+    of them. Which choices are dropped, outputs and gradients stay the same.
     """
 
     factor: float
     drop: Literal["weight", "position"] = "weight"
-    pad: in training rows of zeros fill what an expert has left, so that all shapes are known beforehand and the host waits for none
-    of them. Which choices are dropped, outputs and gradients stay the same.
+    pad: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwiGLU:
+    """silu(gate) * up (arXiv 2002.05202)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeGLU:
+    """gelu(gate) * up (arXiv 2002.05202); tanh: with gelu's approximation by a hyperbolic tangent."""
+
+    tanh: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClampedSwiGLU:
+    """(up + shift) * gate * sigmoid(alpha * gate), gate cut off above `limit` and up at both its signs (arXiv 2508.10925)."""
+
+    limit: float
+    alpha: float
+    shift: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SquaredReLU:
+    """max(x, 0) ** 2, without a gate (arXiv 2109.08668)."""
+
+
+Activation = SwiGLU | GeGLU | ClampedSwiGLU | SquaredReLU
+
+
+def num_halves(activation: Activation) -> int:
+    """How many matrices of [ffn, hidden] stand before an activation: gate and up, or only one where nothing gates."""
+    return 1 if isinstance(activation, SquaredReLU) else 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dense:
-    """A SwiGLU MLP of width `ffn`."""
+    """An MLP of width `ffn`."""
 
     ffn: int
+    activation: Activation = SwiGLU()
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoE:
-    """`experts` SwiGLU experts of width `expert_ffn`, of which every token uses `top_k`."""
+    """`experts` experts of width `expert_ffn`, of which every token uses `top_k`.
+
+    activation: of the routed and of the shared experts. bias: both matrices of every routed expert have one.
+    latent: routed experts see a projection of the token to so many features, and their sum is projected back (LatentMoE,
+    report section 7.3); router and shared experts see the whole token.
+    """
 
     experts: int
     top_k: int
@@ -214,6 +259,20 @@ class MoE:
     router: Router
     shared: SharedExperts | None = None
     capacity: Capacity | None = None
+    latent: int | None = None
+
+    def routed_width(self, hidden: int) -> int:
+        """The features that a routed expert sees of a token."""
+        return hidden if self.latent is None else self.latent
+
+    activation: Activation = SwiGLU()
+    bias: bool = False
+
+    def expert_parameters(self, hidden: int) -> int:
+        """How many parameters one routed expert has in a model of width `hidden`."""
+        width, halves = self.routed_width(hidden), num_halves(self.activation)
+        biases = halves * self.expert_ffn + width if self.bias else 0
+        return (halves + 1) * width * self.expert_ffn + biases
 
 
 @dataclass(frozen=True, kw_only=True)

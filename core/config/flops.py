@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from core.config.architecture import GQA, Attention, Dense, Layer, ModelConfig
+from core.config.architecture import GQA, Attention, Dense, Layer, ModelConfig, MoE, num_halves
 
 
 def flops_per_token(model: ModelConfig, sequence_tokens: int) -> float:
@@ -22,12 +22,20 @@ def flops_per_token(model: ModelConfig, sequence_tokens: int) -> float:
 
 def _layer_elements(layer: Layer, hidden: int) -> int:
     """Elements of the matrices of one layer that one token meets."""
-    if isinstance(layer.mlp, Dense):
-        widths = layer.mlp.ffn
-    else:
-        shared = layer.mlp.shared.count if layer.mlp.shared else 0
-        widths = (layer.mlp.top_k + shared) * layer.mlp.expert_ffn
-    return _attention_elements(layer.attention, hidden) + 3 * hidden * widths
+    mlp = _dense_elements(layer.mlp, hidden) if isinstance(layer.mlp, Dense) else _moe_elements(layer.mlp, hidden)
+    return _attention_elements(layer.attention, hidden) + mlp
+
+
+def _dense_elements(dense: Dense, hidden: int) -> int:
+    return (1 + num_halves(dense.activation)) * hidden * dense.ffn
+
+
+def _moe_elements(moe: MoE, hidden: int) -> int:
+    """The chosen experts, the shared ones, and the projections to and from the width of latent ones; not the gates."""
+    shared = moe.shared.count if moe.shared else 0
+    projections = 0 if moe.latent is None else 2 * hidden * moe.latent
+    widths = (1 + num_halves(moe.activation)) * moe.expert_ffn
+    return widths * (moe.top_k * moe.routed_width(hidden) + shared * hidden) + projections
 
 
 def _attention_elements(attention: Attention, hidden: int) -> int:

@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-DispatcherName = Literal["allgather", "alltoall"]
+DispatcherName = Literal["allgather", "alltoall", "flex"]
+# What may be asked of a dispatcher: experts that drop (`capacity`) and are filled up (`pad`), ranks that drop (`budget`).
+Limit = Literal["capacity", "pad", "budget"]
+LIMITS: dict[DispatcherName, tuple[Limit, ...]] = {
+    "allgather": ("capacity", "budget"),
+    "alltoall": ("capacity", "pad", "budget"),
+    "flex": ("capacity", "budget"),
+}
 ScheduleName = Literal["gpipe", "1f1b", "zero_bubble", "combined"]
 ShardingName = Literal["zero1", "fsdp"]
 
@@ -21,6 +28,10 @@ class ParallelConfig:
     None spreads the layers evenly over pp * vpp stages.
     sharding: what of the optimizer lies apart: its states and masters (zero1), or the parameters too (fsdp). fsdp_replicas:
     with fsdp, whole copies of the shards along dp (hybrid sharding).
+    dispatcher: how tokens reach their experts (core/moe/dispatch/). ep_per_node: so many neighbours of ep share a node; `flex`
+    sends a token to each node once, and spreads it there. 1: every rank is a node of its own.
+    expert_budget: a rank takes at most its own tokens * top_k * expert_budget rows from its ep group, in training and outside; the
+    others are dropped (report section 7.1). None drops nothing.
     """
 
     tp: int = 1
@@ -33,5 +44,7 @@ class ParallelConfig:
     layout: str | None = None
     schedule: ScheduleName = "1f1b"
     dispatcher: DispatcherName = "alltoall"
+    ep_per_node: int = 1
+    expert_budget: float | None = None
     sharding: ShardingName = "zero1"
     fsdp_replicas: int = 1

@@ -197,7 +197,7 @@ def _experts(step: TrainingStep, moe: MoE) -> Iterator[Exchange]:
     gathered by the ranks of etp, which each hold a part of the expert. All-gather, and where there is no ep: every token goes to
     all etp * ep ranks.
     """
-    p, hidden = step.parallel, step.model.hidden
+    p, hidden = step.parallel, moe.routed_width(step.model.hidden)
     weight = max(_WEIGHT_BYTES, step.wide_bytes)
     passes = step.stage_ranks * (step.microbatches // step.dp)  # of this layer, over its ranks
     if p.dispatcher == "allgather" or p.ep == 1:
@@ -319,7 +319,10 @@ def _layer_numbers(layer: Layer, hidden: int, tp: int) -> Counter[int]:
         return found
     found[tp] += layer.mlp.experts * hidden
     if layer.mlp.shared is not None:
-        found[1] += 3 * layer.mlp.shared.count * layer.mlp.expert_ffn * hidden
+        shared = layer.mlp.shared.count * layer.mlp.expert_ffn * hidden
+        found[1] += (1 + num_halves(layer.mlp.activation)) * shared
+        found[tp] += hidden if layer.mlp.shared.gated else 0
+    found[tp] += 0 if layer.mlp.latent is None else 2 * hidden * layer.mlp.latent
     return found
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
 import pytest
 
+from core.config.architecture import GQA, MoE, Router, SharedExperts
 from core.config.counts import count_parameters
-from core.config.family import Family, Size, all_families
+from core.config.family import Family, Size, all_families, find_family
 from core.parallel.groups import one_rank
 from core.state.inventory import inventory
 from core.transformer.stage import build_model
@@ -44,3 +46,26 @@ def test_tiny_sizes_suit_two_cores(family: Family, size: Size) -> None:
     assert 10e6 < count_parameters(size.model).total < 15e6
     assert {preset.hardware for preset in family.presets} >= {"cpu", "gpu"}
     assert all(preset.size in {s.name for s in family.sizes} for preset in family.presets)
+
+
+def test_counts_of_layers_that_no_published_size_has_are_those_of_the_modules() -> None:
+    """Latent experts and a gated shared expert: declared arithmetic against the built modules, and by hand."""
+    moe = MoE(
+        experts=6,
+        top_k=2,
+        expert_ffn=5,
+        router=Router(score="softmax", normalise=True),
+        shared=SharedExperts(count=2, gated=True),
+        latent=3,
+    )
+    size = find_family("mixtral").size("tiny").model
+    model = replace(
+        size, hidden=8, layers=(replace(size.layers[0], attention=GQA(heads=2, kv_heads=1, head_dim=4), mlp=moe),)
+    )
+    counts = count_parameters(model)
+    tensors = inventory(build_model(model, groups=one_rank(), device="meta"), one_rank())
+    assert counts.total == sum(prod(tensor.shape) for tensor in tensors.values())
+    # router, projections to and from the latent width, shared expert and its gate; then experts of 3 * 3 * 5 numbers
+    always = 6 * 8 + 2 * 8 * 3 + 3 * 8 * 10 + 8
+    around = 2 * model.vocab * 8 + 8 + 2 * 8 + 2 * 8 * 4 * (2 + 1)
+    assert (counts.total, counts.active) == (around + always + 6 * 45, around + always + 2 * 45)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
@@ -37,6 +38,7 @@ SIGMOID = MoE(
     ),
     shared=SharedExperts(count=2),
 )
+LATENT = replace(SOFTMAX, latent=3, shared=SharedExperts(count=1, gated=True))
 
 
 def layer_of(config: MoE, dispatcher: DispatcherName = "alltoall") -> MoELayer:
@@ -85,18 +87,25 @@ def naive(layer: MoELayer, hidden: Tensor) -> Tensor:
     routing = layer.router(hidden, inputs(len(hidden)))
     out = []
     for x, experts, weights in zip(hidden, routing.experts_TK.tolist(), routing.weights_TK, strict=True):
-        y = torch.zeros_like(x)
+        z = x if layer.latent_down is None else layer.latent_down.weight @ x
+        y = torch.zeros_like(z)
         for e, weight in zip(experts, weights, strict=True):
             gate_up, down = layer.experts.gate_up[e], layer.experts.down[e]
-            y = y + weight * mlp(x, gate_up[0], gate_up[1], down)
+            y = y + weight * mlp(z, gate_up[0], gate_up[1], down)
+        if layer.latent_up is not None:
+            y = layer.latent_up.weight @ y
         if layer.shared is not None:
-            y = y + mlp(x, layer.shared.gate_up[0], layer.shared.gate_up[1], layer.shared.down)
+            always = mlp(x, layer.shared.gate_up[0], layer.shared.gate_up[1], layer.shared.down)
+            gate = layer.shared_gate
+            y = y + (always if gate is None else always / (1 + torch.exp(-(gate.weight @ x))))
         out.append(y)
     return torch.stack(out)
 
 
 @pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
-@pytest.mark.parametrize("config", [SOFTMAX, SIGMOID], ids=["softmax", "sigmoid, groups, shared"])
+@pytest.mark.parametrize(
+    "config", [SOFTMAX, SIGMOID, LATENT], ids=["softmax", "sigmoid, groups, shared", "latent, gated shared"]
+)
 def test_output_and_every_gradient_are_those_of_a_loop_over_tokens(config: MoE, dispatcher: DispatcherName) -> None:
     layer = layer_of(config, dispatcher)
     hidden = hidden_of(11).requires_grad_()

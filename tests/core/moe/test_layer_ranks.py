@@ -36,14 +36,17 @@ MODEL = MoE(
     router=Router(score="sigmoid", normalise=True, scale=1.5, balance=BALANCE),
     shared=SharedExperts(count=1),
 )
+# Routed experts of another width than the tokens, and a gate before the shared one.
+LATENT = replace(MODEL, latent=3, shared=SharedExperts(count=1, gated=True))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A mapping, and the microbatch of each of its replicas of dp as lengths of its documents."""
+    """A mapping, the microbatch of each of its replicas of dp as lengths of its documents, and the layer."""
 
     parallel: ParallelConfig
     microbatches: tuple[tuple[int, ...], ...]
+    model: MoE = MODEL
 
     @property
     def total(self) -> int:
@@ -81,7 +84,7 @@ def run_all(rank: int, world: int, jobs: Sequence[Job]) -> list[tuple[int, Tenso
     found = []
     for job in jobs:
         mine = groups[job.parallel]
-        layer = MoELayer(MODEL, HIDDEN, 1.0, place_on(mine, job.parallel))
+        layer = MoELayer(job.model, HIDDEN, 1.0, place_on(mine, job.parallel))
         fill(layer)
         tokens, share = run(layer, job, mine, mine.dp.position)
         found.append((mine.dp.position, tokens, replace(share, pieces=pieces_of(layer, mine))))
@@ -89,7 +92,7 @@ def run_all(rank: int, world: int, jobs: Sequence[Job]) -> list[tuple[int, Tenso
 
 
 def check(found: Sequence[tuple[int, Tensor, Share]], job: Job) -> None:
-    layer = MoELayer(MODEL, HIDDEN, 1.0, place_on())
+    layer = MoELayer(job.model, HIDDEN, 1.0, place_on())
     fill(layer)
     extra: dict[str, Tensor] = {}
     for replica in range(len(job.microbatches)):
@@ -133,7 +136,8 @@ def jobs_of(world: int) -> list[Job]:
         replicas = world // (parallel.tp * parallel.cp)
         for first, name in enumerate(NAMES):
             batches = [BATCHES[-1 - i if first else i] for i in range(replicas)]
-            jobs.append(Job(parallel=replace(parallel, dispatcher=name), microbatches=tuple(batches)))
+            named = replace(parallel, dispatcher=name)
+            jobs += [Job(parallel=named, microbatches=tuple(batches), model=model) for model in (MODEL, LATENT)]
     return jobs
 
 

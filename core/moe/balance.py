@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from core.config.architecture import AuxLoss, Router, ZLoss
-from core.kernels.routing import balance_scores, highest
+from core.kernels.backend import kernels_backend
+from core.kernels.routing import auxiliary_loss, balance_choices, balance_choices_reference
 from core.parallel.collectives import all_reduce_sum
 from core.parallel.groups import Group
 
@@ -120,13 +121,9 @@ def moved_thresholds(bias_E: Tensor, quantiles: Tensor, ema: float) -> Tensor:
 
 def _scores_and_choices(logits_TE: Tensor, router: Router, top_k: int, valid_T: Tensor | None) -> tuple[Tensor, Tensor]:
     """Balance scores and their plain top-k as 0/1, both [T, E] float: bias and groups do not enter, padding is zero."""
-    scores = balance_scores(logits_TE, router.score)
-    picked = highest(scores.detach(), top_k)
-    chosen = torch.zeros_like(scores).scatter_(1, picked, 1.0)
-    if valid_T is not None:
-        keep = valid_T[:, None].to(scores.dtype)
-        scores, chosen = scores * keep, chosen * keep
-    return scores, chosen.detach()
+    in_one = kernels_backend(logits_TE.device) == "triton"
+    choices = balance_choices if in_one else balance_choices_reference
+    return choices(logits_TE, router.score, top_k, valid_T)
 
 
 def _z_loss(logits_TE: Tensor, scope: BalanceScope) -> Tensor:
@@ -144,16 +141,15 @@ def _per_piece(scores_TE: Tensor, chosen_TE: Tensor, pieces: int, top_k: int, sc
     tokens lie on several ranks: counts are summed over them, scores need not be, for the loss is linear in them. Weighting by
     tokens makes the sum over all pieces a mean over tokens, so that it does not depend on where a piece lies.
     """
-    experts = scores_TE.shape[1]
-    if pieces == 1:
-        counts_SE, sums_SE = chosen_TE.sum(0, keepdim=True), scores_TE.sum(0, keepdim=True)
+    piece_T = None if pieces == 1 else scope.sequence_T
+    if piece_T is None:
+        counts_SE = chosen_TE.sum(0, keepdim=True)
     else:
-        zeros = scores_TE.new_zeros(pieces, experts)
-        counts_SE = zeros.index_add(0, scope.sequence_T, chosen_TE)
-        sums_SE = zeros.index_add(0, scope.sequence_T, scores_TE)
+        counts_SE = chosen_TE.new_zeros(pieces, chosen_TE.shape[1]).index_add(0, piece_T, chosen_TE)
     counts_SE = all_reduce_sum(counts_SE, scope.sequence)
     tokens_S = counts_SE.sum(1).clamp(min=1.0) / top_k
-    return ((counts_SE * sums_SE).sum(1) / tokens_S).sum() * (experts / (top_k * max(1, scope.global_tokens)))
+    factor_S = scores_TE.shape[1] / (top_k * max(1, scope.global_tokens)) / tokens_S
+    return auxiliary_loss(scores_TE, counts_SE, factor_S, piece_T)
 
 
 def _global_load(chosen_TE: Tensor, scope: BalanceScope) -> Load:
@@ -170,5 +166,5 @@ def _global_load(chosen_TE: Tensor, scope: BalanceScope) -> Load:
 
 def _against_load(scores_TE: Tensor, load: Load, top_k: int, scope: BalanceScope) -> Tensor:
     """This microbatch's share of E * sum_i f_i P_i, with f of the global batch so far and P of the global batch."""
-    fraction = load.counts_E / (top_k * load.tokens.clamp(min=1.0))
-    return (fraction * scores_TE.sum(0)).sum() * (scores_TE.shape[1] / max(1, scope.global_tokens))
+    factor = scores_TE.shape[1] / (top_k * max(1, scope.global_tokens)) / load.tokens.clamp(min=1.0)
+    return auxiliary_loss(scores_TE, load.counts_E[None], factor[None])

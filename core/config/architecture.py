@@ -229,6 +229,7 @@ class SquaredReLU:
 
 
 Activation = SwiGLU | GeGLU | ClampedSwiGLU | SquaredReLU
+SWIGLU = SwiGLU()
 
 
 def num_halves(activation: Activation) -> int:
@@ -241,7 +242,7 @@ class Dense:
     """An MLP of width `ffn`."""
 
     ffn: int
-    activation: Activation = SwiGLU()
+    activation: Activation = SWIGLU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,7 +266,7 @@ class MoE:
         """The features that a routed expert sees of a token."""
         return hidden if self.latent is None else self.latent
 
-    activation: Activation = SwiGLU()
+    activation: Activation = SWIGLU
     bias: bool = False
 
     def expert_parameters(self, hidden: int) -> int:

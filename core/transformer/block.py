@@ -8,7 +8,7 @@ from core.attention.gqa import GroupedQueryAttention
 from core.attention.mla import MultiHeadLatentAttention
 from core.attention.rope import rotated_dimensions
 from core.config.architecture import GQA, Dense, Layer, ModelConfig
-from core.layers.mlp import SwiGLU
+from core.layers.mlp import MLP
 from core.layers.norm import RMSNorm
 from core.layers.place import Place
 from core.moe.layer import MoELayer
@@ -32,7 +32,10 @@ class Block(nn.Module):
             self.attention = MultiHeadLatentAttention(layer.attention, model, place=place)
         self.mlp_norm = RMSNorm(model.norm, model.hidden, place=place)
         if isinstance(layer.mlp, Dense):
-            self.mlp: SwiGLU | MoELayer = SwiGLU(model.hidden, layer.mlp.ffn, init_std=model.init_std, place=place)
+            dense = layer.mlp
+            self.mlp: MLP | MoELayer = MLP(
+                model.hidden, dense.ffn, init_std=model.init_std, place=place, activation=dense.activation
+            )
         else:
             self.mlp = MoELayer(layer.mlp, model.hidden, model.init_std, place)
 
@@ -42,7 +45,7 @@ class Block(nn.Module):
             self.attention_norm(hidden_TH), context.packing, context.turns[self.rotated]
         )
         normed = self.mlp_norm(hidden_TH)
-        if isinstance(self.mlp, SwiGLU):
+        if isinstance(self.mlp, MLP):
             return hidden_TH + self.mlp(normed, context.packing.rows), None
         out, routing = self.mlp(normed, self._router_inputs(self.mlp, context))
         return hidden_TH + out, routing

@@ -1,4 +1,4 @@
-"""The dense SwiGLU MLP against the published models', against numpy, and cut over tp against itself on one rank."""
+"""The dense MLP against the published models', against numpy, and cut over tp against itself on one rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from core.config.mapping import ParallelConfig
-from core.layers.mlp import SwiGLU
+from core.layers.mlp import MLP
 from core.parallel.groups import groups_for
 from core.parallel.meter import Meter
 from core.state.spec import Normal
@@ -20,8 +20,8 @@ from tests.core.shares import Share, check_pieces, close, fill, gradients_of, pi
 from tests.ranks import Ranks
 
 
-def build(hidden: int, ffn: int, dtype: torch.dtype) -> SwiGLU:
-    mlp = SwiGLU(hidden, ffn, init_std=0.1, place=place(dtype))
+def build(hidden: int, ffn: int, dtype: torch.dtype) -> MLP:
+    mlp = MLP(hidden, ffn, init_std=0.1, place=place(dtype))
     mlp.gate_up.data.copy_(draw(0, 2, ffn, hidden))
     mlp.down.data.copy_(draw(1, hidden, ffn))
     return mlp
@@ -86,7 +86,7 @@ def run_cut(rank: int, world: int, jobs: Sequence[Job]) -> list[tuple[Share, lis
     groups = groups_for(ParallelConfig(tp=world), meter=meter)
     found = []
     for job in jobs:
-        mlp = SwiGLU(job.hidden, job.ffn, init_std=1.0, place=place_on(groups))
+        mlp = MLP(job.hidden, job.ffn, init_std=1.0, place=place_on(groups))
         fill(mlp)
         tokens = sum(job.rows)
         x = draw(0, tokens, job.hidden).split(job.rows)[rank].clone().requires_grad_()
@@ -106,7 +106,7 @@ def run_cut(rank: int, world: int, jobs: Sequence[Job]) -> list[tuple[Share, lis
 def test_c9_ranks_of_tp_with_any_numbers_of_tokens_make_what_one_rank_makes(ranks: Ranks, world: int) -> None:
     found = ranks.run(run_cut, world, JOBS[world])
     for i, job in enumerate(JOBS[world]):
-        mlp = SwiGLU(job.hidden, job.ffn, init_std=1.0, place=place_on())
+        mlp = MLP(job.hidden, job.ffn, init_std=1.0, place=place_on())
         fill(mlp)
         tokens = sum(job.rows)
         x = draw(0, tokens, job.hidden).requires_grad_()

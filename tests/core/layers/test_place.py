@@ -8,7 +8,7 @@ from torch import nn
 from core.config.architecture import RMSNorm as RMSNormConfig
 from core.layers.embedding import Vocabulary
 from core.layers.linear import Linear
-from core.layers.mlp import SwiGLU
+from core.layers.mlp import MLP
 from core.layers.norm import RMSNorm
 from core.state.inventory import declared
 from tests.core.layers.places import place
@@ -19,7 +19,7 @@ def test_every_layer_follows_its_place_and_declares_what_it_owns() -> None:
         here = place(dtype, device)
         layers: list[nn.Module] = [
             Linear(5, 3, init_std=0.1, place=here),
-            SwiGLU(5, 7, init_std=0.1, place=here),
+            MLP(5, 7, init_std=0.1, place=here),
             Vocabulary(11, 5, init_std=0.1, place=here),
             RMSNorm(RMSNormConfig(eps=1e-6), 5, place=here),
         ]

@@ -17,6 +17,7 @@ from core.optim.protocol import Optimizer
 from core.parallel.collectives import all_reduce_sum
 from core.parallel.groups import Groups
 from core.training.clock import Clock
+from core.training.replay import Recording
 from core.training.work import Sums, train_microbatches
 from core.transformer.block import Block
 from core.transformer.context import TokenBatch, Totals
@@ -52,11 +53,12 @@ def train_step(
     rate: float,
     groups: Groups,
     before_update: Callable[[], None] | None = None,
+    recording: Recording | None = None,
 ) -> StepResult:
     """Forward and backward over `batches` (this rank's microbatches), one update at learning rate `rate`, one bias move.
 
     before_update: called when all gradients are there; until it returns, nothing that a checkpoint has is changed. The time that it
-    takes is the phase `checkpoint`.
+    takes is the phase `checkpoint`. recording: is told what the routers choose.
     Raises NotFiniteError before the update where the loss or the gradient norm is not a number.
     """
     clock = Clock()
@@ -65,7 +67,7 @@ def train_step(
     with clock.phase("counts"):
         totals = global_totals(model, batches, groups)
     optimizer.begin(model.passes(len(batches)))
-    sums = train_microbatches(model, batches, totals, after=optimizer.accumulate, clock=clock)
+    sums = train_microbatches(model, batches, totals, after=optimizer.accumulate, clock=clock, recording=recording)
     with clock.phase("reduce"):
         optimizer.reduce()
         losses, balance, counts, quantiles = _reduced(model, sums, groups)
@@ -116,15 +118,15 @@ def move_biases(model: Stage, counts: Mapping[str, Tensor], quantiles: Mapping[s
                 continue
             if isinstance(balance, ExpertBias):
                 router.bias.copy_(moved_bias(router.bias, counts[module.path].to(router.bias.device), balance.rate))
+            elif isinstance(balance, QuantileBias):
+                of_layer = quantiles[module.path].to(router.bias.device)
+                router.bias.copy_(moved_thresholds(router.bias, of_layer, balance.ema))
 
 
 def _reduced(
     model: Stage, sums: Sums, groups: Groups
 ) -> tuple[list[float], dict[str, float], dict[str, Tensor], dict[str, Tensor]]:
     """Losses, balance losses, choices per expert and quantiles of all layers, summed over the world; one all-reduce.
-            elif isinstance(balance, QuantileBias):
-                of_layer = quantiles[module.path].to(router.bias.device)
-                router.bias.copy_(moved_thresholds(router.bias, of_layer, balance.ema))
 
     Every rank lays down the same row, whatever parts of the model it holds: zeros for the others' layers.
     """
@@ -135,11 +137,11 @@ def _reduced(
         torch.tensor([float(sums.balance.get(name, zero)) for name in names], dtype=torch.float64),
     ]
     parts += [sums.counts.get(layer, zero.expand(n)).to("cpu", torch.float64) for layer, n in experts.items()]
+    parts += [sums.quantiles.get(layer, zero.expand(n + 1)).to("cpu", torch.float64) for layer, n in thresholds.items()]
     summed = all_reduce_sum(torch.cat(parts).to(model.place.device), groups.world).cpu()
     losses, balance, *rows = summed.split([part.numel() for part in parts])
     return (
         losses.tolist(),
-    parts += [sums.quantiles.get(layer, zero.expand(n + 1)).to("cpu", torch.float64) for layer, n in thresholds.items()]
         dict(zip(names, balance.tolist(), strict=True)),
         dict(zip(experts, rows[: len(experts)], strict=True)),
         dict(zip(thresholds, rows[len(experts) :], strict=True)),

@@ -13,6 +13,7 @@ from core.moe.balance import Load
 from core.pipeline.runtime import Pipeline, execute
 from core.pipeline.schedule import forward_only, make_schedule
 from core.training.clock import Clock
+from core.training.replay import Recording
 from core.transformer.context import BalanceInputs, TokenBatch, Totals
 from core.transformer.stage import PartOutput, Purpose, Stage
 
@@ -30,8 +31,8 @@ class Sums:
     balance: dict[str, Tensor] = field(default_factory=dict)
     counts: dict[str, Tensor] = field(default_factory=dict)
     loads: dict[str, Load] = field(default_factory=dict)
-    hidden: Tensor | None = None
     quantiles: dict[str, Tensor] = field(default_factory=dict)
+    hidden: Tensor | None = None
 
     def add(self, made: PartOutput) -> None:
         """Add one part's results on one microbatch."""
@@ -46,13 +47,13 @@ class Sums:
             self.counts[layer] = self.counts.get(layer, 0) + routing.counts_E
             if routing.balance is not None and routing.balance.load is not None:
                 self.loads[layer] = routing.balance.load
-
             if routing.balance is not None and routing.balance.quantiles is not None:
                 self.quantiles[layer] = self.quantiles.get(layer, 0) + routing.balance.quantiles
 
+
 @dataclass(kw_only=True)
 class StageWork:
-    """The `PartWork` of a stage. totals are given in training; `after` is called when gradients have come."""
+    """The `PartWork` of a stage. totals are given in training; `after` is called when gradients have come; a recording is filled."""
 
     model: Stage
     batches: Sequence[TokenBatch]
@@ -60,6 +61,7 @@ class StageWork:
     sums: Sums
     totals: Totals | None = None
     after: Callable[[], None] | None = None
+    recording: Recording | None = None
     clock: Clock = field(default_factory=Clock)
 
     def forward(self, chunk: int, microbatch: int, received: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -73,6 +75,8 @@ class StageWork:
         with self.clock.phase("forward"):
             made = self.model.run(chunk, received, self.batches[microbatch], purpose=self.purpose, balance=balance)
         self.sums.add(made)
+        if self.recording is not None:
+            self.recording.add(microbatch, made.routings)
         return made.out, made.share
 
     def received_shape(self, chunk: int, microbatch: int) -> tuple[int, ...]:
@@ -97,7 +101,13 @@ class StageWork:
 
 
 def train_microbatches(
-    model: Stage, batches: Sequence[TokenBatch], totals: Totals, *, after: Callable[[], None], clock: Clock
+    model: Stage,
+    batches: Sequence[TokenBatch],
+    totals: Totals,
+    *,
+    after: Callable[[], None],
+    clock: Clock,
+    recording: Recording | None = None,
 ) -> Sums:
     """Forward and backward of all microbatches through this rank's parts, in the order of the mapping's schedule.
 
@@ -110,6 +120,7 @@ def train_microbatches(
         sums=_sums(model, len(totals.ahead)),
         totals=totals,
         after=after,
+        recording=recording,
         clock=clock,
     )
     pp, name = model.place.groups.pp, model.place.parallel.schedule
@@ -122,9 +133,11 @@ def train_microbatches(
 
 
 @torch.no_grad()
-def run_microbatches(model: Stage, batches: Sequence[TokenBatch], purpose: Purpose) -> Sums:
+def run_microbatches(
+    model: Stage, batches: Sequence[TokenBatch], purpose: Purpose, recording: Recording | None = None
+) -> Sums:
     """Forward alone of all microbatches."""
-    work = StageWork(model=model, batches=batches, purpose=purpose, sums=_sums(model, 0))
+    work = StageWork(model=model, batches=batches, purpose=purpose, sums=_sums(model, 0), recording=recording)
     pp = model.place.groups.pp
     schedule = forward_only(stages=pp.size, virtual=len(model.parts), microbatches=len(batches))
     execute(schedule.ranks[pp.position], work, _pipeline(model))

@@ -39,7 +39,7 @@ from core.pipeline.layout import layout_of
 from core.state.box import Box, whole
 from core.state.inventory import initialise, inventory
 from core.training.step import StepResult, train_step
-from core.transformer.context import BalanceInputs, TokenBatch, Totals
+from core.transformer.context import BalanceInputs, BatchPosition, TokenBatch, Totals
 from core.transformer.stage import PartOutput, Stage, build_model
 
 VOCAB = 31
@@ -136,7 +136,13 @@ def microbatches(
     repeated = windows[rows, columns + 1] == windows[rows, columns]
     windows[rows, columns + 1] = (windows[rows, columns + 1] + repeated) % VOCAB
     starts = range(position * microbatch, len(DOCUMENTS), replicas * microbatch)
-    return [_pack(windows, range(i, i + microbatch), groups) for i in starts]
+    return [
+        replace(
+            _pack(windows, range(i, i + microbatch), groups),
+            position=BatchPosition(seed=7, step=step, first=i * WINDOW),
+        )
+        for i in starts
+    ]
 
 
 def _pack(windows: np.ndarray, rows: Sequence[int], groups: RankGroups | None) -> TokenBatch:

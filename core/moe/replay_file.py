@@ -48,7 +48,8 @@ def read_replay(path: Path, model: ModelConfig, *, first: int, tokens: int, own:
     try:
         with safe_open(path, framework="pt") as file:
             _check(path, file.metadata() or {}, model, first + tokens)
-            experts = {name: file.get_slice(name)[first : first + tokens] for name in file.keys() if name not in own}
+            names = [name for name in json.loads(file.metadata()["layers"]) if name not in own]
+            experts = {name: file.get_slice(name)[first : first + tokens] for name in names}
     except (OSError, SafetensorError) as error:
         raise DataError(f"{path}: cannot be read as recorded routing: {error}") from error
     wrong = [name for name, ids in experts.items() if ids.dtype not in (torch.int16, torch.int32)]

@@ -91,6 +91,8 @@ def step_line(metrics: StepMetrics, left: str, save: SaveMetrics | None = None) 
         f"{metrics.step:>6}  {metrics.loss:>7.4f}   {metrics.learning_rate:>13.3e}   {metrics.grad_norm:>9.3f}   "
         f"{metrics.tokens_per_second:>8,.0f}   {mfu:>5}   {load:>10}   {left:>4}"
     )
+    if metrics.dropped > 0:
+        line += f"   up to {metrics.dropped:.1%} dropped"
     if metrics.validation_loss is not None:
         line += f"   validation {metrics.validation_loss:.4f}"
     return line if save is None else f"{line}   {save.sentence}"

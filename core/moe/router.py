@@ -15,6 +15,7 @@ from core.kernels.routing import choose, scores_of, weights_of
 from core.layers.place import Place
 from core.moe.balance import BalanceLosses, BalanceScope, balance_losses
 from core.moe.capacity import kept_choices
+from core.moe.insight import logit_size
 from core.moe.selection import chosen_together, quantiles, whole_microbatch
 from core.state.box import whole
 from core.state.spec import Constant, Normal, TensorSpec
@@ -27,7 +28,7 @@ class Routing:
     experts_TK: int64 expert of every choice, -1 for padding and for what an expert had no room for; where experts choose, E columns,
     of which column e is expert e or -1. weights_TK: in the router's dtype, with gradient, zero where the expert is -1. counts_E: int64
     choices per expert on this rank, of what is routed. chosen_TK: the experts before any was dropped (None: as experts_TK). balance:
-    losses, None outside training.
+    losses, None outside training. logit_size: as of `core.moe.insight`.
     """
 
     experts_TK: Tensor
@@ -35,6 +36,7 @@ class Routing:
     counts_E: Tensor
     balance: BalanceLosses | None
     chosen_TK: Tensor | None = None
+    logit_size: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +111,14 @@ class Router(nn.Module):
             balance = balance_losses(logits, router, self.config.top_k, scope)
             if any(isinstance(part, QuantileBias) for part in router.balance):
                 balance = replace(balance, quantiles=self._quantiles(logits, inputs))
-        return Routing(experts_TK=kept, weights_TK=weights, counts_E=counts, balance=balance, chosen_TK=before)
+        return Routing(
+            experts_TK=kept,
+            weights_TK=weights,
+            counts_E=counts,
+            balance=balance,
+            chosen_TK=before,
+            logit_size=logit_size(logits, inputs.valid_T),
+        )
 
     def _choices(self, logits_TE: Tensor, inputs: RouterInputs) -> tuple[Tensor, Tensor]:
         """Experts and weights of every choice, both [T, K]; -1 and zero for padding and where nothing was prescribed."""

@@ -327,7 +327,8 @@ def _layer_numbers(layer: Layer, hidden: int, tp: int) -> Counter[int]:
 
 
 def _reports(step: TrainingStep) -> Iterator[Exchange]:
-    """Three small all-reduces: labels of the global batch over dp; losses, balance losses and choices, and the norm over the world."""
+    """Small all-reduces: labels of the global batch over dp; over the world losses, balance losses, choices and what else is told of
+    MoE layers, their largest logits, and the norm."""
     ahead = len(step.model.mtp_layers())
     dp = step.dp
     labels = step.world // dp * 2 * (dp - 1) * (2 + ahead) * _COUNT_BYTES
@@ -336,7 +337,8 @@ def _reports(step: TrainingStep) -> Iterator[Exchange]:
     kinds = [(balance, moe.experts) for moe in moes for balance in moe.router.balance]
     balances = sum(isinstance(balance, (AuxLoss, ZLoss)) for balance, _ in kinds)
     quantiles = sum(experts + 1 for balance, experts in kinds if isinstance(balance, QuantileBias))
-    numbers = 1 + ahead + balances + quantiles + sum(moe.experts for moe in moes)
+    numbers = 1 + ahead + balances + quantiles + sum(moe.experts + 2 for moe in moes)
     everywhere = 2 * (step.world - 1) * _COUNT_BYTES
     yield Exchange(axis="world", purpose="losses and choices", sent_bytes=everywhere * numbers)
+    yield Exchange(axis="world", purpose="largest logits", sent_bytes=everywhere * len(moes))
     yield Exchange(axis="world", purpose="gradient norm", sent_bytes=everywhere)

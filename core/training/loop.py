@@ -147,6 +147,7 @@ class Trainer:
             mfu=work / seconds / self.matmul_rate,
             worst_load=max((max(shares) * len(shares) for shares in load.values()), default=None),
             expert_load=load,
+            insight=result.insight,
             mtp_loss=sum(result.ahead) / len(result.ahead) if result.ahead else None,
             aux_loss=sum(result.balance.values()) if result.balance else None,
             seconds=phases,

@@ -11,10 +11,12 @@ import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+from core.training.insight import LayerInsight
 
 METRICS_FILE = "metrics.jsonl"
 SAVES_FILE = "checkpoints.jsonl"
@@ -28,8 +30,8 @@ class StepMetrics:
     step: counted from one. loss: mean next-token loss of the global batch, nats. tokens: trained on so far, all steps.
     mfu: model FLOP a second over the measured matmul peak, 0 to 1. worst_load: the busiest expert's load over the mean,
     the largest of all layers. expert_load: per MoE layer (canonical name) the share of the routed rows of each expert.
-    seconds: wall time per phase (`data`, `forward_backward`, `optimizer`, …); `checkpoint` is what training has stopped for the
-    checkpoint behind the step before. validation_loss: where it was measured.
+    insight: per MoE layer, how its experts are used. seconds: wall time per phase (`data`, `forward_backward`, `optimizer`, …);
+    `checkpoint` is what training has stopped for the checkpoint behind the step before. validation_loss: where it was measured.
     """
 
     step: int
@@ -41,10 +43,16 @@ class StepMetrics:
     mfu: float | None = None
     worst_load: float | None = None
     expert_load: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    insight: Mapping[str, LayerInsight] = field(default_factory=dict)
     mtp_loss: float | None = None
     aux_loss: float | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
     validation_loss: float | None = None
+
+    @property
+    def dropped(self) -> float:
+        """The share of the choices that found no room, in the layer where it is largest."""
+        return max((layer.dropped for layer in self.insight.values()), default=0.0)
 
     def to_json(self) -> dict[str, Any]:
         """The line's object. A number that is not finite becomes null, which JSON has and NaN it has not."""
@@ -160,6 +168,8 @@ def _truncate(path: Path, step: int) -> None:
 
 
 def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, tuple):
@@ -217,3 +227,6 @@ def _scalars(metrics: StepMetrics) -> Iterator[tuple[str, float]]:
     for layer, load in metrics.expert_load.items():
         if load and sum(load) > 0:
             yield f"experts/{layer}", max(load) * len(load) / sum(load)
+    for layer, insight in metrics.insight.items():
+        for name, value in asdict(insight).items():
+            yield f"experts/{name}/{layer}", value

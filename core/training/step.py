@@ -14,9 +14,10 @@ from core.errors import ZooError
 from core.moe.balance import loss_names, moved_bias, moved_thresholds
 from core.moe.layer import MoELayer
 from core.optim.protocol import Optimizer
-from core.parallel.collectives import all_reduce_sum
+from core.parallel.collectives import all_reduce_max, all_reduce_sum
 from core.parallel.groups import Groups
 from core.training.clock import Clock
+from core.training.insight import LayerInsight, insight_of
 from core.training.replay import Recording
 from core.training.work import Sums, train_microbatches
 from core.transformer.block import Block
@@ -33,7 +34,7 @@ class StepResult:
     """What one step did, over the whole world.
 
     loss: mean cross-entropy per predicted token, nats. ahead: the same per multi-token module. balance: by `layer/loss`,
-    coefficients applied. expert_counts: choices per expert by layer. tokens: of the global batch.
+    coefficients applied. expert_counts: choices per expert by layer, of what is routed. insight: by layer. tokens: of the global batch.
     """
 
     loss: float
@@ -41,6 +42,7 @@ class StepResult:
     balance: dict[str, float]
     gradient_norm: float
     expert_counts: dict[str, list[int]]
+    insight: dict[str, LayerInsight]
     tokens: int
     seconds: dict[str, float]
 
@@ -70,7 +72,8 @@ def train_step(
     sums = train_microbatches(model, batches, totals, after=optimizer.accumulate, clock=clock, recording=recording)
     with clock.phase("reduce"):
         optimizer.reduce()
-        losses, balance, counts, quantiles = _reduced(model, sums, groups)
+        reduced = _reduced(model, sums, groups)
+        losses, counts = reduced.losses, reduced.counts
         norm = optimizer.gradient_norm()
     if not (math.isfinite(norm) and all(math.isfinite(loss) for loss in losses)):
         raise NotFiniteError(_not_finite_message(losses, norm, optimizer.steps))
@@ -79,13 +82,15 @@ def train_step(
             before_update()
     with clock.phase("optimizer"):
         optimizer.step(rate, norm)
-        move_biases(model, counts, quantiles)
+        move_biases(model, counts, reduced.quantiles)
+    expert_counts = {layer: [int(count) for count in row.tolist()] for layer, row in counts.items()}
     return StepResult(
         loss=losses[0] / max(1, totals.labels),
         ahead=tuple(loss / max(1, n) for loss, n in zip(losses[1:], totals.ahead, strict=True)),
-        balance=balance,
+        balance=reduced.balance,
         gradient_norm=norm,
-        expert_counts={layer: [int(count) for count in row.tolist()] for layer, row in counts.items()},
+        expert_counts=expert_counts,
+        insight=_insight(reduced, expert_counts, totals.tokens, groups.ep.size),
         tokens=totals.tokens,
         seconds=clock.seconds,
     )
@@ -123,10 +128,20 @@ def move_biases(model: Stage, counts: Mapping[str, Tensor], quantiles: Mapping[s
                 router.bias.copy_(moved_thresholds(router.bias, of_layer, balance.ema))
 
 
-def _reduced(
-    model: Stage, sums: Sums, groups: Groups
-) -> tuple[list[float], dict[str, float], dict[str, Tensor], dict[str, Tensor]]:
-    """Losses, balance losses, choices per expert and quantiles of all layers, summed over the world; one all-reduce.
+@dataclass(frozen=True, kw_only=True)
+class _Reduced:
+    """The sums of the whole world: as those of `Sums`, for all layers."""
+
+    losses: list[float]
+    balance: dict[str, float]
+    counts: dict[str, Tensor]
+    quantiles: dict[str, Tensor]
+    told: dict[str, Tensor]
+    largest: dict[str, float]
+
+
+def _reduced(model: Stage, sums: Sums, groups: Groups) -> _Reduced:
+    """What the ranks' microbatches add up to; one all-reduce for the sums, and a small one for the largest logits.
 
     Every rank lays down the same row, whatever parts of the model it holds: zeros for the others' layers.
     """
@@ -138,14 +153,30 @@ def _reduced(
     ]
     parts += [sums.counts.get(layer, zero.expand(n)).to("cpu", torch.float64) for layer, n in experts.items()]
     parts += [sums.quantiles.get(layer, zero.expand(n + 1)).to("cpu", torch.float64) for layer, n in thresholds.items()]
+    parts += [sums.told.get(layer, zero.expand(2)).to("cpu", torch.float64) for layer in experts]
     summed = all_reduce_sum(torch.cat(parts).to(model.place.device), groups.world).cpu()
     losses, balance, *rows = summed.split([part.numel() for part in parts])
-    return (
-        losses.tolist(),
-        dict(zip(names, balance.tolist(), strict=True)),
-        dict(zip(experts, rows[: len(experts)], strict=True)),
-        dict(zip(thresholds, rows[len(experts) :], strict=True)),
+    mine = torch.tensor([float(sums.largest.get(layer, zero)) for layer in experts], dtype=torch.float64)
+    # Without MoE layers there is none to ask for.
+    largest = all_reduce_max(mine.to(model.place.device), groups.world).tolist() if experts else []
+    first, behind = len(experts), len(experts) + len(thresholds)
+    return _Reduced(
+        losses=losses.tolist(),
+        balance=dict(zip(names, balance.tolist(), strict=True)),
+        counts=dict(zip(experts, rows[:first], strict=True)),
+        quantiles=dict(zip(thresholds, rows[first:behind], strict=True)),
+        told=dict(zip(experts, rows[behind:], strict=True)),
+        largest=dict(zip(experts, largest, strict=True)),
     )
+
+
+def _insight(reduced: _Reduced, counts: Mapping[str, list[int]], tokens: int, ep: int) -> dict[str, LayerInsight]:
+    found = {}
+    for layer, row in counts.items():
+        lost, squares = reduced.told[layer].tolist()
+        largest = reduced.largest[layer]
+        found[layer] = insight_of(row, lost=lost, squares=squares, largest=largest, tokens=tokens, ep=ep)
+    return found
 
 
 def _slots(model: ModelConfig) -> tuple[list[str], dict[str, int], dict[str, int]]:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from core.moe.balance import Load
+from core.moe.insight import lost_choices
+from core.moe.router import Routing
 from core.pipeline.runtime import Pipeline, execute
 from core.pipeline.schedule import forward_only, make_schedule
 from core.training.clock import Clock
@@ -23,8 +25,9 @@ class Sums:
     """What the microbatches of a batch add up to on this rank, and the loads of the whole world so far.
 
     losses: [1 + modules ahead] float64, summed cross-entropy over my tokens. balance: by `layer/loss`. counts: choices per expert
-    by layer. quantiles: by layer, as `BalanceLosses` has them. hidden: what the last part made of the latest microbatch, where no
-    loss was asked for.
+    by layer. quantiles: by layer, as `BalanceLosses` has them. told: by layer, choices that found no room and squares of logits, [2]
+    float64. largest: by layer, the largest logit. hidden: what the last part made of the latest microbatch, where no loss was
+    asked for.
     """
 
     losses: Tensor
@@ -32,6 +35,8 @@ class Sums:
     counts: dict[str, Tensor] = field(default_factory=dict)
     loads: dict[str, Load] = field(default_factory=dict)
     quantiles: dict[str, Tensor] = field(default_factory=dict)
+    told: dict[str, Tensor] = field(default_factory=dict)
+    largest: dict[str, Tensor] = field(default_factory=dict)
     hidden: Tensor | None = None
 
     def add(self, made: PartOutput) -> None:
@@ -49,6 +54,15 @@ class Sums:
                 self.loads[layer] = routing.balance.load
             if routing.balance is not None and routing.balance.quantiles is not None:
                 self.quantiles[layer] = self.quantiles.get(layer, 0) + routing.balance.quantiles
+            self._tell(layer, routing)
+
+    def _tell(self, layer: str, routing: Routing) -> None:
+        """Add what is worth telling of one layer in one microbatch."""
+        assert routing.logit_size is not None, "routers tell how large their logits are"
+        squares, largest = routing.logit_size.to(torch.float64)
+        told = torch.stack([lost_choices(routing.experts_TK, routing.chosen_TK).to(torch.float64), squares])
+        self.told[layer] = self.told[layer] + told if layer in self.told else told
+        self.largest[layer] = torch.maximum(self.largest[layer], largest) if layer in self.largest else largest
 
 
 @dataclass(kw_only=True)

@@ -279,5 +279,10 @@ def test_sharded_parameters_are_refused() -> None:
 
 def test_the_norm_and_the_losses_of_a_step_are_summed_once() -> None:
     step = Case(model="qwen3", parallel=Parallel(tp=2, ep=2, pp=2)).step(4)
-    assert [e.purpose for e in exchanges(step) if e.axis == "world"] == ["losses and choices", "gradient norm"]
-    assert expected_bytes(step)["world"] == 2 * 3 / 4 * 8 * (1 + 2 + 2 * 12 + 1)  # loss, balance, 12 experts; norm
+    assert [e.purpose for e in exchanges(step) if e.axis == "world"] == [
+        "losses and choices",
+        "largest logits",
+        "gradient norm",
+    ]
+    # loss, balance, 12 experts, drops and logits of each layer; its largest logit; norm
+    assert expected_bytes(step)["world"] == 2 * 3 / 4 * 8 * (1 + 2 + 2 * (12 + 2) + 2 + 1)

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from core.attention.packing import Packing
 from core.config.architecture import ExpertChoice, MoE, QuantileBias, TopK
-from core.kernels.backend import wide_dtype
-from core.kernels.routing import choose, scores_of, weights_of
+from core.kernels.backend import kernels_backend, wide_dtype
+from core.kernels.routing import choose, occurrences, route, scores_of, weights_of
 from core.layers.place import Place
 from core.moe.balance import BalanceLosses, BalanceScope, balance_losses
-from core.moe.capacity import kept_choices
+from core.moe.capacity import kept_choices, static_rows, within_budget
+from core.moe.dispatch.counts import Moved
 from core.moe.insight import logit_size
 from core.moe.selection import chosen_together, quantiles, whole_microbatch
 from core.state.box import whole
@@ -28,7 +29,8 @@ class Routing:
     experts_TK: int64 expert of every choice, -1 for padding and for what an expert had no room for; where experts choose, E columns,
     of which column e is expert e or -1. weights_TK: in the router's dtype, with gradient, zero where the expert is -1. counts_E: int64
     choices per expert on this rank, of what is routed. chosen_TK: the experts before any was dropped (None: as experts_TK). balance:
-    losses, None outside training. logit_size: as of `core.moe.insight`.
+    losses, None outside training. static_rows: so many rows go to each expert from every rank, rows of zeros among them; None: as
+    many as are routed. moved: what the dispatcher made of it, once the layer has run. logit_size: as of `core.moe.insight`.
     """
 
     experts_TK: Tensor
@@ -36,6 +38,8 @@ class Routing:
     counts_E: Tensor
     balance: BalanceLosses | None
     chosen_TK: Tensor | None = None
+    static_rows: int | None = None
+    moved: Moved | None = None
     logit_size: Tensor | None = None
 
 
@@ -68,6 +72,7 @@ class Router(nn.Module):
         # Whole on every rank of tp, each of which routes other tokens.
         self.adjacent = place.groups.tp.size
         self.sequence = place.groups.sequence
+        self.groups, self.budget = place.groups, place.parallel.expert_budget
         self.weight = nn.Parameter(place.empty(config.experts, hidden))
         bias = torch.zeros(config.experts, dtype=torch.float32, device=place.device) if config.router.biased else None
         self.register_buffer("bias", bias)
@@ -93,18 +98,11 @@ class Router(nn.Module):
             seen = seen * inputs.noise_TH.to(wide)
         logits = F.linear(seen, self.weight.to(wide))
         chosen, weights = self._choices(logits, inputs)
+        room = self._room(chosen, weights, inputs)
         kept, before = chosen, None
-        if self.config.capacity is not None:
-            room = kept_choices(
-                chosen,
-                weights,
-                inputs.packing,
-                experts=experts,
-                capacity=self.config.capacity,
-                sequence=self.sequence,
-            )
+        if room is not None:
             kept, weights, before = chosen.masked_fill(~room, -1), weights * room, chosen
-        counts = torch.bincount((kept.flatten() + 1), minlength=experts + 1)[1:]
+        counts = occurrences(kept + 1, experts + 1)[1:]
         scope = inputs.scope
         balance = None
         if scope is not None:
@@ -117,12 +115,35 @@ class Router(nn.Module):
             counts_E=counts,
             balance=balance,
             chosen_TK=before,
+            static_rows=self.static_rows(inputs),
             logit_size=logit_size(logits, inputs.valid_T),
+        )
+
+    def _room(self, chosen_TK: Tensor, weights_TK: Tensor, inputs: RouterInputs) -> Tensor | None:
+        """Which choices their experts, or the ranks of those, have room for: [T, K] bool; None where nothing is ever dropped."""
+        experts, top_k, capacity = self.config.experts, self.config.top_k, self.config.capacity
+        if capacity is not None:
+            return kept_choices(
+                chosen_TK, weights_TK, inputs.packing, experts=experts, capacity=capacity, sequence=self.sequence
+            )
+        if self.budget is None:
+            return None
+        return within_budget(chosen_TK, experts=experts, top_k=top_k, budget=self.budget, ep=self.groups.ep)
+
+    def static_rows(self, inputs: RouterInputs) -> int | None:
+        """`Routing.static_rows`: in training alone, where every microbatch has as many tokens."""
+        config = self.config
+        if config.capacity is None or not config.capacity.pad or inputs.scope is None:
+            return None
+        return static_rows(
+            config.capacity, inputs.packing, top_k=config.top_k, experts=config.experts, groups=self.groups
         )
 
     def _choices(self, logits_TE: Tensor, inputs: RouterInputs) -> tuple[Tensor, Tensor]:
         """Experts and weights of every choice, both [T, K]; -1 and zero for padding and where nothing was prescribed."""
         router = self.config.router
+        if self._in_one(logits_TE, inputs):
+            return route(logits_TE, router, self.config.top_k, bias_E=self.bias, valid_T=inputs.valid_T)
         scores = scores_of(logits_TE, router.score)
         chosen, routed_TK = inputs.prescribed_TK, None
         if chosen is None:
@@ -139,6 +160,13 @@ class Router(nn.Module):
         if routed_TK is not None:
             chosen, weights = chosen.masked_fill(~routed_TK, -1), weights * routed_TK
         return chosen, weights
+
+    def _in_one(self, logits_TE: Tensor, inputs: RouterInputs) -> bool:
+        """Whether one kernel makes the whole choice: the plain one, top-k of the scores, where kernels run."""
+        router = self.config.router
+        plain = inputs.prescribed_TK is None and (inputs.scope is None or isinstance(router.selection, TopK))
+        by_logits = any(isinstance(part, QuantileBias) for part in router.balance)
+        return plain and not by_logits and kernels_backend(logits_TE.device) == "triton"
 
     def _own_choices(self, logits_TE: Tensor, scores_TE: Tensor, inputs: RouterInputs) -> Tensor:
         """The experts that this router chooses, int64 [T, K], or [T, E] where experts choose; without gradient.

@@ -38,10 +38,21 @@ class PlannedWorld:
 
 
 def plan_world(
-    mesh: Mesh, *, heads: int = 1, embedding_stages: tuple[int, ...] = (0,), fsdp_replicas: int | None = None
+    mesh: Mesh,
+    *,
+    heads: int = 1,
+    ep_per_node: int = 1,
+    embedding_stages: tuple[int, ...] = (0,),
+    fsdp_replicas: int | None = None,
 ) -> PlannedWorld:
     """The planned groups of all ranks of `mesh`; options as for `make_groups`."""
-    divisions = divide(mesh, heads=heads, embedding_stages=embedding_stages, fsdp_replicas=fsdp_replicas)
+    divisions = divide(
+        mesh,
+        heads=heads,
+        ep_per_node=ep_per_node,
+        embedding_stages=embedding_stages,
+        fsdp_replicas=fsdp_replicas,
+    )
     return PlannedWorld(divisions=divisions)
 
 
@@ -50,6 +61,7 @@ def planned_groups(
     rank: int,
     *,
     heads: int = 1,
+    ep_per_node: int = 1,
     embedding_stages: tuple[int, ...] = (0,),
     fsdp_replicas: int | None = None,
 ) -> Groups:
@@ -59,7 +71,13 @@ def planned_groups(
     Collectives take a group without a handle for one of a single rank: over a planned group of several they would return what
     they are given, or complain about its shape. To run collectives of a rank that is not there, use `fake_world`.
     """
-    world = plan_world(mesh, heads=heads, embedding_stages=embedding_stages, fsdp_replicas=fsdp_replicas)
+    world = plan_world(
+        mesh,
+        heads=heads,
+        ep_per_node=ep_per_node,
+        embedding_stages=embedding_stages,
+        fsdp_replicas=fsdp_replicas,
+    )
     return world.groups(rank)
 
 

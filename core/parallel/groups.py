@@ -82,6 +82,7 @@ class Groups:
     heads, ring: the two foldings of cp, neighbours that exchange heads for sequence and the ring of those.
     sequence: tp * cp, the ranks that share the tokens of one microbatch. tokens: tp * cp * dp, the ranks of one pipeline stage,
     over which the tokens of a global batch are spread. experts: etp * ep, the ranks that together hold every expert once.
+    node, nodes: the two foldings of ep, neighbours on one node and the ranks at the same place of each node.
     replicas: cp * dp, the ranks that hold equal copies of what tp cuts. adjacent: by every divisor n of tp, n neighbours along
     tp times cp * dp. edp: the ranks that hold copies of the same experts. embedding: tp's cut of the embedding on all pipeline
     ranks that hold it, times cp * dp; this rank alone where it holds none. pipes: pp once for each kind of message and
@@ -101,6 +102,8 @@ class Groups:
     sequence: Group
     tokens: Group
     experts: Group
+    node: Group
+    nodes: Group
     replicas: Group
     embedding: Group
     world: Group
@@ -114,6 +117,7 @@ _DENSE = {"tp": ("tp",), "cp": ("cp",), "dp": ("dp",), "pp": ("pp",), "replicas"
 _DENSE |= {"sequence": ("tp", "cp"), "tokens": ("tp", "cp", "dp"), "world": ("tp", "cp", "dp", "pp")}
 _EXPERT = {"etp": ("etp",), "ep": ("ep",), "edp": ("edp",), "experts": ("etp", "ep")}
 _CONTEXT = {"heads": ("cp.inner",), "ring": ("cp.outer",)}
+_NODES = {"node": ("ep.inner",), "nodes": ("ep.outer",)}
 
 # Groups of equal ranks share one process group, unless they are of different channels. Where gradients and parameters travel,
 # beside what the layers send, there must be a channel of its own: it would have to wait for its turn among the layers' calls.
@@ -159,11 +163,20 @@ class ShardDivisions:
 
 
 def divide(
-    mesh: Mesh, *, heads: int = 1, embedding_stages: tuple[int, ...] = (0,), fsdp_replicas: int | None = None
+    mesh: Mesh,
+    *,
+    heads: int = 1,
+    ep_per_node: int = 1,
+    embedding_stages: tuple[int, ...] = (0,),
+    fsdp_replicas: int | None = None,
 ) -> Divisions:
-    """The divisions of a mesh; options as for `make_groups`. Raises ValueError where heads does not divide cp, or fsdp_replicas dp."""
+    """The divisions of a mesh; options as for `make_groups`.
+
+    Raises ValueError where heads does not divide cp, ep_per_node ep, or fsdp_replicas dp.
+    """
     named: dict[str, Division] = {}
-    for folding, names in ((mesh.dense, _DENSE), (mesh.expert, _EXPERT), (mesh.dense.split("cp", heads), _CONTEXT)):
+    context, nodes = mesh.dense.split("cp", heads), mesh.expert.split("ep", ep_per_node)
+    for folding, names in ((mesh.dense, _DENSE), (mesh.expert, _EXPERT), (context, _CONTEXT), (nodes, _NODES)):
         named |= {name: Division(folding=folding, axes=axes) for name, axes in names.items()}
     stages = tuple(sorted(embedding_stages))
     named["embedding"] = Division(folding=mesh.dense, axes=("cp", "dp", "pp"), stages=stages)
@@ -199,7 +212,7 @@ def _neighbours(mesh: Mesh) -> tuple[int, ...]:
 
 def one_rank(meter: Meter | None = None) -> Groups:
     """The groups of a world of one rank: nothing communicates."""
-    names = (*_DENSE, *_EXPERT, *_CONTEXT, "embedding", "checkpoint")
+    names = (*_DENSE, *_EXPERT, *_CONTEXT, *_NODES, "embedding", "checkpoint")
     alone = {name: Group(ranks=(0,), position=0, handle=None, axis=name, meter=meter) for name in names}
     dense, expert = alone["replicas"], alone["edp"]
     shards = ShardGroups(
@@ -213,6 +226,7 @@ def make_groups(
     rank: int,
     *,
     heads: int = 1,
+    ep_per_node: int = 1,
     embedding_stages: tuple[int, ...] = (0,),
     fsdp_replicas: int | None = None,
     timeout: timedelta = TIMEOUT,
@@ -221,14 +235,21 @@ def make_groups(
 ) -> Groups:
     """The groups of `rank`. Every rank of the world must call it, in the same order: making a group is collective.
 
-    heads: size of the groups that exchange heads inside cp. embedding_stages: pipeline ranks that hold the embedding.
+    heads: size of the groups that exchange heads inside cp. ep_per_node: neighbours of ep on one node. embedding_stages: pipeline
+    ranks that hold the embedding.
     fsdp_replicas: whole copies along dp of what FSDP shards; None without FSDP.
     timeout: how long a collective waits for the other ranks before it raises. meter, baton: what the groups are given.
     """
     # In a fake world (core/parallel/fake.py) there are no others, and tens of thousands of groups would be made for nobody.
     alone = dist.is_initialized() and dist.get_backend() == dist.Backend.FAKE
     maker = _Maker(rank=rank, timeout=timeout, meter=meter, baton=baton, alone=alone)
-    divisions = divide(mesh, heads=heads, embedding_stages=embedding_stages, fsdp_replicas=fsdp_replicas)
+    divisions = divide(
+        mesh,
+        heads=heads,
+        ep_per_node=ep_per_node,
+        embedding_stages=embedding_stages,
+        fsdp_replicas=fsdp_replicas,
+    )
     return divisions.assemble(maker.group)
 
 
@@ -246,6 +267,7 @@ def groups_for(
         fold(parallel, dist.get_world_size()),
         dist.get_rank(),
         heads=parallel.cp_alltoall,
+        ep_per_node=parallel.ep_per_node,
         embedding_stages=embedding_stages,
         fsdp_replicas=parallel.fsdp_replicas if parallel.sharding == "fsdp" else None,
         timeout=timeout,

@@ -32,7 +32,12 @@ class FakeStages:
         """Raises ValueError where a folding does not divide the ranks, and ConfigError for an impossible layout."""
         self.model, self.parallel, self.every_stage = model, parallel, every_stage
         stages = layout_of(model, parallel).embedding_stages(model.tied_embeddings)
-        self.world = plan_world(fold(parallel, ranks), heads=parallel.cp_alltoall, embedding_stages=stages)
+        self.world = plan_world(
+            fold(parallel, ranks),
+            heads=parallel.cp_alltoall,
+            ep_per_node=parallel.ep_per_node,
+            embedding_stages=stages,
+        )
         # The last layer is the last of the kinds too: prediction modules are like it.
         kinds = tuple(dict.fromkeys(reversed(model.layers)))[::-1]
         self.short = replace(model, layers=kinds)

@@ -25,14 +25,18 @@ class AllGatherPlan:
 
 
 class AllGatherDispatcher:
-    """Moves every token to every rank: little latency for few tokens or a small group, bytes that grow with the group."""
+    """Moves every token to every rank: little latency for few tokens or a small group, bytes that grow with the group.
 
-    def __init__(self, experts: int, groups: Groups) -> None:
+    multiple: rows of zeros fill what each of my experts gets up to a multiple of it.
+    """
+
+    def __init__(self, experts: int, groups: Groups, multiple: int = 1) -> None:
         if experts % groups.ep.size:
             raise ValueError(f"{experts} experts do not divide over {groups.ep.size} ranks")
         self.local_experts = experts // groups.ep.size
         self.first_expert = groups.ep.position * self.local_experts
         self.group = groups.experts
+        self.multiple = multiple
 
     def dispatch_preprocess(self, hidden_TH: Tensor, routing: Routing) -> tuple[Rows, AllGatherPlan]:
         """Two small all-gathers: how many tokens each rank has, and which experts they chose."""
@@ -53,7 +57,7 @@ class AllGatherDispatcher:
         experts = plan.experts_TK
         first = self.first_expert
         local = torch.where((experts >= first) & (experts < first + self.local_experts), experts - first, -1)
-        mine = map_rows(local, self.local_experts)
+        mine = map_rows(local, self.local_experts, multiple=self.multiple)
         weights = permute_weights(rows.weights, mine)
         counts = tuple(mine.counts_E.tolist())
         return ExpertRows(hidden_RH=permute(rows.hidden, mine), weights_R=weights, counts=counts), replace(

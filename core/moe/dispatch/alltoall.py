@@ -23,7 +23,7 @@ class AllToAllPlan:
     """Rows sent to and received from each peer of ep, the map of my tokens' rows, and what arrives in the end.
 
     arrived: rows per (peer of etp, peer of ep, local expert), the order in which they lie. parts: of those, how many each peer
-    of etp brings.
+    of etp brings. static: the rows of every piece, where all have equally many.
     """
 
     mine: RowMap
@@ -31,35 +31,58 @@ class AllToAllPlan:
     receive_rows: list[int]
     arrived: list[list[int]]
     parts: list[int]
+    static: int | None = None
     by_expert: RowMap | None = None
 
 
 class AllToAllDispatcher:
-    """Experts lie in order over ep: rank p holds experts p * e … (p + 1) * e - 1."""
+    """Experts lie in order over ep: rank p holds experts p * e … (p + 1) * e - 1.
 
-    def __init__(self, experts: int, groups: Groups) -> None:
+    multiple: rows of zeros fill what a rank sends to an expert up to a multiple of it, so that what arrives is one too.
+    """
+
+    def __init__(self, experts: int, groups: Groups, multiple: int = 1) -> None:
         if experts % groups.ep.size:
             raise ValueError(f"{experts} experts do not divide over {groups.ep.size} ranks")
         self.experts = experts
         self.ep = groups.ep
         self.etp = groups.etp
+        self.multiple = multiple
 
     def dispatch_preprocess(self, hidden_TH: Tensor, routing: Routing) -> tuple[Rows, AllToAllPlan]:
-        """Sort my rows by expert; one all-to-all of 8 * E bytes tells every rank what it will receive."""
-        mine = map_rows(routing.experts_TK, self.experts)
-        rows = permute(hidden_TH, mine)
-        weights = permute_weights(routing.weights_TK, mine)
+        """Sort my rows by expert; one all-to-all of 8 * E bytes tells every rank what it will receive.
+
+        With static rows all of that is known: nothing is communicated, and the host waits for nothing.
+        """
+        plan = self._counted(routing) if routing.static_rows is None else self._static(routing, routing.static_rows)
+        hidden, weights = permute(hidden_TH, plan.mine), permute_weights(routing.weights_TK, plan.mine)
+        return Rows(hidden=hidden, weights=weights), plan
+
+    def _counted(self, routing: Routing) -> AllToAllPlan:
+        mine = map_rows(routing.experts_TK, self.experts, multiple=self.multiple)
         peers, even = self.ep.size, self.experts // self.ep.size
         received = all_to_all_equal(mine.counts_E, self.ep)
         arrived = all_gather(received, self.etp).view(self.etp.size, peers, even).tolist()
-        plan = AllToAllPlan(
+        return AllToAllPlan(
             mine=mine,
             send_rows=mine.counts_E.view(peers, -1).sum(1).tolist(),
             receive_rows=[sum(counts) for counts in arrived[self.etp.position]],
             arrived=[counts for of_peer in arrived for counts in of_peer],
             parts=[sum(map(sum, of_peer)) for of_peer in arrived],
         )
-        return Rows(hidden=rows, weights=weights), plan
+
+    def _static(self, routing: Routing, rows: int) -> AllToAllPlan:
+        """Every expert gets equally many rows from every rank."""
+        rows = -(-rows // self.multiple) * self.multiple
+        peers, even = self.ep.size, self.experts // self.ep.size
+        return AllToAllPlan(
+            mine=map_rows(routing.experts_TK, self.experts, rows_per_expert=rows),
+            send_rows=[even * rows] * peers,
+            receive_rows=[even * rows] * peers,
+            arrived=[[rows] * even] * (self.etp.size * peers),
+            parts=[peers * even * rows] * self.etp.size,
+            static=rows,
+        )
 
     def dispatch(self, rows: Rows, plan: AllToAllPlan) -> Rows:
         """Two all-to-alls over ep, the rows and their weights, and as many all-gathers over etp."""
@@ -74,7 +97,11 @@ class AllToAllDispatcher:
         counts = tuple(sum(column) for column in zip(*plan.arrived, strict=True))
         if len(plan.arrived) == 1:
             return ExpertRows(hidden_RH=rows.hidden, weights_R=rows.weights, counts=counts), plan
-        by_expert = _pieces_by_expert(plan.arrived, self.etp.size, rows.hidden.device)
+        device, etp = rows.hidden.device, self.etp.size
+        if plan.static is None:
+            by_expert = _pieces_by_expert(plan.arrived, etp, device)
+        else:
+            by_expert = _equal_pieces((etp, self.ep.size, len(counts), plan.static), device)
         hidden, weights = permute(rows.hidden, by_expert), permute(rows.weights[:, None], by_expert)[:, 0]
         return ExpertRows(hidden_RH=hidden, weights_R=weights, counts=counts), replace(plan, by_expert=by_expert)
 
@@ -108,5 +135,15 @@ def _pieces_by_expert(arrived: list[list[int]], etp: int, device: torch.device) 
     jumps = torch.repeat_interleave(starts.T.flatten() - landed, lengths)
     order = (torch.arange(jumps.numel()) + jumps).to(device)
     row = torch.empty_like(order)
-    row[order] = torch.arange(order.numel(), device=device)
+    row[order] = torch.arange(order.numel(), device=order.device)
     return RowMap(order_R=order, row_TK=row[:, None], counts_E=sizes.sum(0).to(device), complete=True)
+
+
+def _equal_pieces(sizes: tuple[int, int, int, int], device: torch.device) -> RowMap:
+    """`_pieces_by_expert` of pieces of equally many rows, without the host: sizes are etp, ep, experts, and rows of a piece."""
+    etp, ep, experts, rows = sizes
+    numbers = torch.arange(etp * ep * experts * rows, device=device)
+    order = numbers.view(sizes).permute(2, 1, 0, 3).flatten()
+    row = numbers.view(experts, ep, etp, rows).permute(2, 1, 0, 3).reshape(-1, 1)
+    counts = torch.full((experts,), etp * ep * rows, device=device)
+    return RowMap(order_R=order, row_TK=row, counts_E=counts, complete=True)

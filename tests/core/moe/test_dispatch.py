@@ -1,4 +1,4 @@
-"""Both dispatchers against loops over tokens and choices: outputs, gradients, empty and lopsided ranks."""
+"""All dispatchers against loops over tokens and choices: outputs, gradients, empty and lopsided ranks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from core.config.architecture import MoE, Router
 from core.config.mapping import DispatcherName, ParallelConfig
 from core.moe.dispatch.allgather import AllGatherDispatcher
 from core.moe.dispatch.alltoall import AllToAllDispatcher
+from core.moe.dispatch.flex import FlexDispatcher
+from core.moe.dispatch.make import make_dispatcher
+from core.moe.dispatch.protocol import Dispatcher
 from core.moe.experts import Experts
-from core.moe.layer import make_dispatcher
 from core.moe.router import Routing
 from core.parallel.groups import Group, Groups, groups_for, one_rank
 from core.state.inventory import initialise, inventory
@@ -22,7 +24,8 @@ from tests.core.shares import Piece, check_pieces, gradients_of, pieces_of, plac
 from tests.ranks import Ranks
 
 HIDDEN, FFN, TOP_K = 6, 8, 3
-NAMES: tuple[DispatcherName, ...] = ("allgather", "alltoall")
+NAMES: tuple[DispatcherName, ...] = ("allgather", "alltoall", "flex")
+KINDS = {"allgather": AllGatherDispatcher, "alltoall": AllToAllDispatcher, "flex": FlexDispatcher}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +36,7 @@ class Work:
     cuts: tuple[int, ...]
     chosen: tuple[tuple[int, ...], ...]
     ffn: int = FFN
+    multiple: int = 1
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def mine(self, tensor: Tensor, rank: int) -> Tensor:
@@ -47,6 +51,7 @@ def work(
     only: range | None = None,
     padded: bool = False,
     ffn: int = FFN,
+    multiple: int = 1,
     parallel: ParallelConfig | None = None,
 ) -> Work:
     """Random distinct choices among `only` (all experts by default), some of them padding if asked; over ep by default."""
@@ -57,12 +62,15 @@ def work(
         order = torch.randperm(len(pool), generator=generator)[:TOP_K].tolist()
         chosen.append((-1,) * TOP_K if padded and token % 3 == 1 else tuple(pool[i] for i in order))
     parallel = parallel or ParallelConfig(ep=len(cuts))
-    return Work(experts=experts, cuts=tuple(cuts), chosen=tuple(chosen), ffn=ffn, parallel=parallel)
+    return Work(experts=experts, cuts=tuple(cuts), chosen=tuple(chosen), ffn=ffn, multiple=multiple, parallel=parallel)
+
+
+def moe_of(job: Work) -> MoE:
+    return MoE(experts=job.experts, top_k=TOP_K, expert_ffn=job.ffn, router=Router(score="softmax", normalise=False))
 
 
 def experts_of(job: Work, groups: Groups) -> Experts:
-    config = MoE(experts=job.experts, top_k=TOP_K, expert_ffn=job.ffn, router=Router(score="softmax", normalise=False))
-    experts = Experts(config, HIDDEN, init_std=1.0, place=place_on(groups, job.parallel))
+    experts = Experts(moe_of(job), HIDDEN, init_std=1.0, place=place_on(groups, job.parallel))
     initialise(Holder(experts), 3)
     return experts
 
@@ -105,9 +113,9 @@ def move(rank: int, job: Work, name: DispatcherName, groups: Groups) -> Moved:
     weights.requires_grad_()
     counts = torch.bincount(chosen.flatten() + 1, minlength=job.experts + 1)[1:]
     routing = Routing(experts_TK=chosen, weights_TK=weights, counts_E=counts, balance=None)
-    dispatcher = make_dispatcher(job.experts, place_on(groups, job.parallel))
-    gathers = name == "allgather" or (groups.ep.size == 1 and groups.etp.size > 1)
-    assert type(dispatcher) is (AllGatherDispatcher if gathers else AllToAllDispatcher)
+    dispatcher: Dispatcher = make_dispatcher(moe_of(job), place_on(groups, job.parallel), multiple=job.multiple)
+    if groups.ep.size > 1:
+        assert type(dispatcher) is KINDS[name]
     rows, plan = dispatcher.dispatch_preprocess(hidden, routing)
     rows = dispatcher.dispatch(rows, plan)
     arrived, plan = dispatcher.dispatch_postprocess(rows, plan)
@@ -125,7 +133,7 @@ def move(rank: int, job: Work, name: DispatcherName, groups: Groups) -> Moved:
     )
 
 
-def move_both(rank: int, world: int, jobs: Sequence[Work]) -> list[dict[str, Moved]]:
+def move_all(rank: int, world: int, jobs: Sequence[Work]) -> list[dict[str, Moved]]:
     """Every job with each dispatcher."""
     groups = {job.parallel: groups_for(job.parallel) for job in jobs}
     return [{name: move(rank, job, name, groups[job.parallel]) for name in NAMES} for job in jobs]
@@ -166,7 +174,12 @@ def check(found: Sequence[Moved], job: Work) -> None:
     check_pieces([moved.experts for moved in found], of_experts)
     # C10: nothing is dropped or doubled; under etp each of the ranks that share an expert sees all its rows
     routed = sum(e >= 0 for choices in job.chosen for e in choices)
-    assert sum(sum(moved.counts) for moved in found) == routed * job.parallel.etp
+    if job.multiple == 1:
+        assert sum(sum(moved.counts) for moved in found) == routed * job.parallel.etp
+    for moved in found:
+        # D1, D3: never a count that the products cannot take, and never another one than there are rows
+        assert all(count % job.multiple == 0 for count in moved.counts)
+        assert moved.rows.shape == (sum(moved.counts), HIDDEN)
 
 
 JOBS = {
@@ -211,18 +224,40 @@ JOBS[4] += [
     work(6, (2, 0, 4, 1), ffn=7, parallel=EDP),
     work(5, (2, 3, 0, 1), ffn=7, parallel=ETP),
 ]
+# Nodes of two neighbours of ep, which only flex makes something of; one node of all, and two of one rank each beside them.
+NODES = ParallelConfig(ep=4, ep_per_node=2)
+JOBS[2] += [work(6, (5, 6), padded=True, parallel=ParallelConfig(ep=2, ep_per_node=2))]
+JOBS[4] += [
+    work(12, (3, 0, 7, 1), parallel=NODES),
+    work(8, (0, 5, 0, 0), padded=True, parallel=NODES),
+    work(8, (3, 2, 4, 1), only=range(4, 8), parallel=NODES),
+    work(4, (0, 0, 0, 0), parallel=NODES),
+    work(6, (4, 1, 3, 2), ffn=7, parallel=ParallelConfig(etp=2, ep=2, ep_per_node=2)),
+]
+# D1, D3: rows in multiples of what a quantised product takes, more than there are tokens among them.
+JOBS[1] += [work(5, (7,), multiple=16), work(5, (0,), multiple=4)]
+JOBS[2] += [
+    work(8, (4, 3), multiple=5),
+    work(8, (0, 5), multiple=3),
+    work(4, (50, 50), padded=True, multiple=128),
+    work(5, (4, 3), ffn=7, multiple=4, parallel=ETP),
+]
+JOBS[4] += [
+    work(6, (3, 0, 7, 1), ffn=7, multiple=4, parallel=ETP_EP),
+    work(8, (2, 3, 0, 1), padded=True, multiple=3, parallel=NODES),
+]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_c1_c2_c4_c9_c10_both_dispatchers_are_the_loop_over_tokens_and_choices(ranks: Ranks, world: int) -> None:
-    found = ranks.run(move_both, world, JOBS[world], timeout_seconds=20.0)
+def test_c1_c2_c4_c9_c10_d1_d3_all_dispatchers_are_the_loop_over_tokens_and_choices(ranks: Ranks, world: int) -> None:
+    found = ranks.run(move_all, world, JOBS[world], timeout_seconds=20.0)
     for i, job in enumerate(JOBS[world]):
         for name in NAMES:
             check([rank[i][name] for rank in found], job)
 
 
 def test_c1_experts_without_rows_have_zeros_of_the_right_shape_as_gradient(ranks: Ranks) -> None:
-    found = ranks.run(move_both, 2, [work(8, (5, 2), only=range(4)), work(8, (0, 0))], timeout_seconds=10.0)
+    found = ranks.run(move_all, 2, [work(8, (5, 2), only=range(4)), work(8, (0, 0))], timeout_seconds=10.0)
     idle = [found[1][0][name] for name in NAMES] + [found[r][1][name] for r in range(2) for name in NAMES]
     for moved in idle:
         assert moved.counts == (0,) * 4
@@ -239,19 +274,21 @@ def test_c1_experts_without_rows_have_zeros_of_the_right_shape_as_gradient(ranks
         work(6, (4, 3), ffn=7, parallel=ETP),
         work(6, (3, 4, 2, 5), ffn=7, parallel=ETP_EP),
         work(8, (3, 0, 4, 2), parallel=TP_EP),
+        work(8, (3, 0, 4, 2), parallel=NODES),
     ],
-    ids=["ep=2", "etp=2", "etp=2 ep=2", "tp=2 ep=4"],
+    ids=["ep=2", "etp=2", "etp=2 ep=2", "tp=2 ep=4", "ep=4 in nodes of 2"],
 )
 def test_c6_dispatchers_hand_every_expert_the_same_rows_in_the_same_order_and_repeat_bitwise(
     ranks: Ranks, job: Work
 ) -> None:
-    first, second = (ranks.run(move_both, len(job.cuts), [job]) for _ in range(2))
+    first, second = (ranks.run(move_all, len(job.cuts), [job]) for _ in range(2))
     for rank in range(len(job.cuts)):
-        gather, all_to_all = (first[rank][0][name] for name in NAMES)
-        assert gather.counts == all_to_all.counts
-        assert torch.equal(gather.rows, all_to_all.rows)
-        for name, piece in gather.experts.items():
-            assert torch.equal(piece.gradient, all_to_all.experts[name].gradient)
+        gather, *others = (first[rank][0][name] for name in NAMES)
+        for other in others:
+            assert gather.counts == other.counts
+            assert torch.equal(gather.rows, other.rows)
+            for name, piece in gather.experts.items():
+                assert torch.equal(piece.gradient, other.experts[name].gradient)
         for name in NAMES:
             for part in ("out", "hidden_gradient", "weights_gradient", "rows"):
                 once, again = (getattr(run[rank][0][name], part) for run in (first, second))
@@ -260,7 +297,7 @@ def test_c6_dispatchers_hand_every_expert_the_same_rows_in_the_same_order_and_re
 
 def test_etp_cuts_the_width_of_every_expert_and_ep_deals_experts_out(ranks: Ranks) -> None:
     """6 experts of width 7 over etp=2, ep=2: ranks 0 and 1 share experts 0 to 2, of which they hold 3 and 4 columns."""
-    found = [rank[0]["alltoall"].experts for rank in ranks.run(move_both, 4, [JOBS[4][3]])]
+    found = [rank[0]["alltoall"].experts for rank in ranks.run(move_all, 4, [JOBS[4][3]])]
     assert [pieces["gate_up"].box.offset for pieces in found] == [
         (0, 0, 0, 0),
         (0, 0, 3, 0),
@@ -273,9 +310,9 @@ def test_etp_cuts_the_width_of_every_expert_and_ep_deals_experts_out(ranks: Rank
     assert [pieces["down"].holders for pieces in found] == [(0,), (1,), (2,), (3,)]
 
 
-@pytest.mark.parametrize("kind", [AllGatherDispatcher, AllToAllDispatcher])
+@pytest.mark.parametrize("kind", KINDS.values())
 def test_experts_that_do_not_divide_over_the_group_are_refused(
-    kind: type[AllGatherDispatcher | AllToAllDispatcher],
+    kind: type[AllGatherDispatcher | AllToAllDispatcher | FlexDispatcher],
 ) -> None:
     pair = Group(ranks=(0, 1), position=0, handle=None)
     with pytest.raises(ValueError, match="5 experts do not divide over 2 ranks"):

@@ -261,13 +261,12 @@ class MoE:
     shared: SharedExperts | None = None
     capacity: Capacity | None = None
     latent: int | None = None
+    activation: Activation = SWIGLU
+    bias: bool = False
 
     def routed_width(self, hidden: int) -> int:
         """The features that a routed expert sees of a token."""
         return hidden if self.latent is None else self.latent
-
-    activation: Activation = SWIGLU
-    bias: bool = False
 
     def expert_parameters(self, hidden: int) -> int:
         """How many parameters one routed expert has in a model of width `hidden`."""

@@ -117,10 +117,9 @@ def _form_of_gelu(activation: GeGLU) -> str:
 def rounded_forward(product_RNF: Tensor, activation: Activation, weight_R: Tensor | None) -> Tensor:
     """`activate` without autograd, element by element in float32 at least and rounded once to the product's dtype."""
     if isinstance(activation, SwiGLU) and kernels_backend(product_RNF.device) == "triton":
-        from core.kernels.triton import swiglu as kernels
-
+        # The kernel does so itself, in one pass.
         gate, up = product_RNF.chunk(2, dim=1)
-        return kernels.forward(gate, up, weight_R)
+        return swiglu_forward(gate, up, weight_R)
     wide = wide_dtype(product_RNF.dtype)
     weight = None if weight_R is None else weight_R.to(wide)
     return activate_forward(product_RNF.to(wide), activation, weight).to(product_RNF.dtype)
@@ -131,17 +130,11 @@ def rounded_backward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The product's gradient, the activation made anew, and the gradient of weight_R, each rounded once to its operand's dtype.
 
-    Leaves grad_RF as it is.
+    Leaves grad_RF as it is. (Of kernels that is true as well: they write nothing but their results.)
     """
     if isinstance(activation, SwiGLU) and kernels_backend(product_RNF.device) == "triton":
-        from core.kernels.triton import swiglu as kernels
-
         out = torch.empty_like(product_RNF)
-        (gate, up), (out_gate, out_up) = product_RNF.chunk(2, dim=1), out.chunk(2, dim=1)
-        act, of_weight = kernels.backward(
-            grad_RF, gate, up, weight_R, out_gate=out_gate, out_up=out_up, activation=True
-        )
-        assert act is not None, "it was asked for"
+        act, of_weight = activate_backward(grad_RF, product_RNF, activation, weight_R, out=out)
         return out, act, of_weight
     wide = wide_dtype(product_RNF.dtype)
     weight = None if weight_R is None else weight_R.to(wide)

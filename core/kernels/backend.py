@@ -12,7 +12,7 @@ from core.errors import ConfigError, Fault
 
 MatmulBackend = Literal["native", "float32"]
 KernelsBackend = Literal["reference", "triton"]
-ExpertsBackend = Literal["fused_loop", "grouped_mm"]
+ExpertsBackend = Literal["fused_loop", "grouped_mm", "triton", "transformer_engine"]
 
 
 def matmul_backend(dtype: torch.dtype, device: torch.device) -> MatmulBackend:
@@ -39,12 +39,51 @@ def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
 
 def experts_backend(dtype: torch.dtype, device: torch.device, hidden: int, ffn: int) -> ExpertsBackend:
-    """How experts of [ffn, hidden] run: torch's grouped product on a GPU in bfloat16, one fused loop over experts elsewhere.
+    """How experts of [ffn, hidden] run: on a GPU torch's grouped product in bfloat16, Triton's where that does not fit; one fused
+    loop over experts elsewhere, and in float64.
 
-    Torch's product wants rows of a multiple of 16 bytes, which is eight bfloat16 numbers.
+    Torch's product wants rows of a multiple of 16 bytes. The environment variable ZOO_EXPERTS names another one; it is how
+    `transformer_engine` is chosen. Raises ConfigError where what it names is not installed or cannot run there.
     """
-    fits = hidden % 8 == 0 and ffn % 8 == 0
-    return "grouped_mm" if device.type == "cuda" and dtype == torch.bfloat16 and fits else "fused_loop"
+    fits = hidden * dtype.itemsize % 16 == 0 and ffn * dtype.itemsize % 16 == 0
+    asked = os.environ.get("ZOO_EXPERTS")
+    if asked is not None:
+        return _asked_experts(asked, dtype, device, fits)
+    if device.type != "cuda" or dtype == torch.float64:
+        return "fused_loop"
+    if dtype == torch.bfloat16 and fits:
+        return "grouped_mm"
+    return "triton" if kernels_backend(device) == "triton" else "fused_loop"
+
+
+def _asked_experts(asked: str, dtype: torch.dtype, device: torch.device, fits: bool) -> ExpertsBackend:
+    """The named back end, if it can run."""
+    works = "fused_loop, or unset for what the device has"
+    engine = importlib.util.find_spec("transformer_engine") is not None
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    # Whether it is installed and what to do otherwise, whether it runs on the device, and whether it takes the operands.
+    known: dict[ExpertsBackend, tuple[bool, bool, bool]] = {
+        "fused_loop": (True, True, True),
+        "grouped_mm": (True, True, fits and dtype != torch.float64),
+        "triton": (_triton_is_installed(), device.type == "cuda" or interpreted, dtype != torch.float64),
+        "transformer_engine": (engine, device.type == "cuda", dtype != torch.float64),
+    }
+    found = next((name for name in known if name == asked), None)
+    if found is None:
+        rule, works = "is no grouped product", f"grouped_mm, triton, transformer_engine, {works}"
+    else:
+        installed, here, fitting = known[found]
+        if installed and here and fitting:
+            return found
+        package = "'transformer-engine[pytorch]'" if found == "transformer_engine" else "'triton>=3.7'"
+        if not installed:
+            rule, works = "is not installed here", f"{found} after `pip install {package}`, {works}"
+        elif not here:
+            rule = f"does not run on {device.type} tensors"
+        else:
+            rule = f"does not multiply {dtype} of these widths"
+            rule += ", whose rows must be of a multiple of 16 bytes" if not fits and found == "grouped_mm" else ""
+    raise ConfigError([Fault(setting="ZOO_EXPERTS", value=asked, rule=rule, works=works)])
 
 
 def kernels_backend(device: torch.device) -> KernelsBackend:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
+
 import pytest
 import torch
 
@@ -36,11 +39,61 @@ def test_a_build_without_onednn_widens_and_is_not_asked_further(monkeypatch: pyt
     assert matmul_backend(torch.bfloat16, CPU) == "float32"
 
 
-def test_experts_run_grouped_on_a_gpu_in_bfloat16_and_as_a_loop_elsewhere() -> None:
+def test_experts_run_grouped_on_a_gpu_by_torch_or_else_by_triton_and_as_a_loop_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("ZOO_EXPERTS", raising=False)
+    monkeypatch.delenv("ZOO_KERNELS", raising=False)
     assert experts_backend(torch.bfloat16, GPU, 512, 192) == "grouped_mm"
     assert {experts_backend(d, CPU, 512, 192) for d in (torch.bfloat16, torch.float32, torch.float64)} == {"fused_loop"}
-    assert experts_backend(torch.float32, GPU, 512, 192) == "fused_loop"
-    assert {experts_backend(torch.bfloat16, GPU, *widths) for widths in ((508, 192), (512, 190))} == {"fused_loop"}
+    assert experts_backend(torch.float64, GPU, 512, 192) == "fused_loop"
+    not_for_torch = ((torch.bfloat16, 508, 192), (torch.bfloat16, 512, 190), (torch.float32, 512, 192))
+    assert {experts_backend(dtype, GPU, *widths) for dtype, *widths in not_for_torch} == {"triton"}
+    monkeypatch.setenv("ZOO_KERNELS", "reference")
+    assert {experts_backend(dtype, GPU, *widths) for dtype, *widths in not_for_torch} == {"fused_loop"}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "device", "widths", "message"),
+    [
+        ("loop", torch.float32, CPU, (8, 8), "ZOO_EXPERTS=loop: is no grouped product. Works: grouped_mm, triton"),
+        ("grouped_mm", torch.float32, CPU, (8, 6), "of these widths, whose rows must be of a multiple of 16 bytes"),
+        ("grouped_mm", torch.float64, CPU, (8, 8), "does not multiply torch.float64"),
+        ("triton", torch.float64, GPU, (8, 8), "does not multiply torch.float64"),
+        ("transformer_engine", torch.bfloat16, GPU, (8, 8), "is not installed here. Works: transformer_engine after"),
+    ],
+)
+def test_experts_that_cannot_run_as_asked_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    widths: tuple[int, int],
+    message: str,
+) -> None:
+    monkeypatch.setenv("ZOO_EXPERTS", name)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda wanted: None if "engine" in wanted else wanted)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        experts_backend(dtype, device, *widths)
+
+
+def test_experts_run_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, dtype, device in (
+        ("fused_loop", torch.bfloat16, GPU),
+        ("grouped_mm", torch.float32, CPU),
+        ("triton", torch.bfloat16, GPU),
+        ("transformer_engine", torch.bfloat16, GPU),
+    ):
+        monkeypatch.setenv("ZOO_EXPERTS", name)
+        monkeypatch.setattr(importlib.util, "find_spec", lambda wanted: wanted)
+        assert experts_backend(dtype, device, 8, 8) == name
+
+
+def test_triton_does_not_run_on_a_cpu_outside_its_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZOO_EXPERTS", "triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(ConfigError, match="ZOO_EXPERTS=triton: does not run on cpu tensors"):
+        experts_backend(torch.float32, CPU, 8, 8)
 
 
 def test_kernels_run_in_triton_where_there_is_a_gpu_and_triton(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from core.kernels.grouped_matmul import expert_mlp, expert_mlp_grouped_mm, expert_mlp_loop
+from core.kernels.grouped_matmul import expert_mlp, expert_mlp_loop
+from core.kernels.grouped_products import Form, expert_mlp_grouped, products_of
 from tests.core.numbers import BACKENDS, draw, gradients, near, use_backend
 
 # Rows of each expert: none at all, one, primes, experts without rows at both ends and between, more than nine experts.
@@ -25,6 +27,10 @@ def operands(
     weight = draw(1, rows).sigmoid().to(torch.float64 if dtype == torch.float64 else torch.float32)
     shapes = ((experts, 2, ffn, hidden), (experts, hidden, ffn))
     return [draw(0, rows, hidden, dtype=dtype), weight, *(draw(2 + i, *s, dtype=dtype) for i, s in enumerate(shapes))]
+
+
+def expert_mlp_grouped_mm(*operands: Any) -> Tensor:
+    return expert_mlp_grouped(*operands, None, Form(products=products_of("grouped_mm")))
 
 
 def run(form: Callable[..., Tensor], counts: tuple[int, ...], tensors: list[Tensor]) -> list[Tensor]:

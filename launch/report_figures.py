@@ -41,6 +41,16 @@ COLUMNS = 200
 # A model of many layers shows so many of them, evenly spread.
 SHOWN_LAYERS = 8
 SMOOTHED_REACH = 25
+# The last so many of the steps show how a run has ended.
+LAST_SHARE = 0.1
+# What is told of every MoE layer: name in the metrics, title, lower and upper end of the axis (None: of the data).
+INSIGHTS: tuple[tuple[str, str, float | None, float | None], ...] = (
+    ("entropy", "Entropy of the load (1: even)", None, 1.0),
+    ("dropped", "Dropped share of the choices", 0.0, None),
+    ("rank_load", "Busiest rank over the mean", 1.0, None),
+    ("logit_max", "Largest router logit", 0.0, None),
+    ("logit_rms", "Router logits, root mean square", 0.0, None),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +71,8 @@ def draw_all(steps: Steps, unigram_entropy: float | None, folder: Path) -> tuple
         lambda: _draw_loss(steps, unigram_entropy, folder / "loss.png"),
         lambda: _draw_optimizer(steps, folder / "learning_rate.png"),
         lambda: _draw_load(steps, folder / "expert_load.png"),
+        lambda: _draw_last_load(steps, folder / "layer_load.png"),
+        lambda: _draw_insight(steps, folder / "routing.png"),
         lambda: _draw_time(steps, folder / "time.png"),
     )
     with matplotlib.rc_context(STYLE):
@@ -159,8 +171,7 @@ def _draw_load(steps: Steps, path: Path) -> Picture | None:
 
 def _load_panel(axes: Axes, steps: Steps, name: str) -> Any:
     mine = [step for step in steps if name in step["expert_load"]]
-    shares = [[0.0 if share is None else share for share in step["expert_load"][name]] for step in mine]
-    loads = np.array(shares, dtype=float).T
+    loads = np.stack([_finite(step["expert_load"][name]) for step in mine], axis=1)
     loads = loads / np.maximum(loads.mean(axis=0, keepdims=True), 1e-12)
     binned = np.stack(
         [part.mean(axis=1) for part in np.array_split(loads, min(COLUMNS, loads.shape[1]), axis=1)], axis=1
@@ -176,6 +187,70 @@ def _load_panel(axes: Axes, steps: Steps, name: str) -> Any:
     axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     return image
+
+
+def _draw_last_load(steps: Steps, path: Path) -> Picture | None:
+    """All layers at once, as they were at the end: layers up, experts along, colour the load over the mean load."""
+    with_load = [step["expert_load"] for step in steps if step.get("expert_load")]
+    last = with_load[-max(1, round(LAST_SHARE * len(with_load))) :]
+    if not last:
+        return None
+    names = list(dict.fromkeys(name for load in last for name in load))
+    rows = [np.mean([_finite(load[name]) for load in last if name in load], axis=0) for name in names]
+    table = np.full((len(rows), max(map(len, rows))), np.nan)
+    for row, shares in zip(table, rows, strict=True):
+        row[: len(shares)] = shares / max(float(shares.mean()), 1e-12)
+    with _figure(path, 8.6, 1.6 + min(6.0, 0.25 * len(rows))) as figure:
+        axes = figure.subplots()
+        norm = TwoSlopeNorm(vcenter=1, vmin=0, vmax=4)
+        image = axes.imshow(table, aspect="auto", cmap="RdBu_r", norm=norm, interpolation="nearest")
+        axes.grid(visible=False)
+        shown = sorted({round(i) for i in np.linspace(0, len(names) - 1, min(20, len(names)))})
+        axes.set_yticks(shown, [names[i] for i in shown])
+        axes.set(xlabel="expert", title="Expert load at the end")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        bar = figure.colorbar(image, ax=axes, pad=0.02, ticks=[0, 1, 2, 3, 4])
+        bar.set_label("load / mean load")
+        bar.outline.set_visible(False)  # type: ignore[operator]
+    counted = "last step" if len(last) == 1 else f"last {len(last)} steps"
+    caption = f"How many tokens each expert of every layer got in the {counted}, over the mean of its layer."
+    return Picture(path=path, title="Expert load by layer", caption=caption)
+
+
+def _draw_insight(steps: Steps, path: Path) -> Picture | None:
+    """A panel for each number that is told of every layer, a line a layer."""
+    told = [step for step in steps if step.get("insight")]
+    if not told:
+        return None
+    names = list(dict.fromkeys(name for step in told for name in step["insight"]))
+    colors = matplotlib.colormaps["viridis"](np.linspace(0.0, 0.9, len(names)))
+    with _figure(path, 8.6, 6.6) as figure:
+        panels = figure.subplots(3, 2, sharex=True).ravel()
+        for axes, (key, title, low, high) in zip(panels, INSIGHTS, strict=False):
+            for number, (name, color) in enumerate(zip(names, colors, strict=True)):
+                mine = [step for step in told if name in step["insight"]]
+                numbers = np.array([step["step"] for step in mine])
+                values = _finite([step["insight"][name].get(key) for step in mine], missing=np.nan)
+                label = name if number in (0, len(names) - 1) else None
+                _line(axes, numbers, values, color=color, linewidth=1.1, label=label)
+            axes.set_title(title)
+            axes.set_ylim(low, high)
+            _whole_steps(axes, np.array([step["step"] for step in told]))
+        panels[-1].set_axis_off()
+        panels[-1].legend(*panels[0].get_legend_handles_labels(), loc="center", title="layers, first (dark) to last")
+        for axes in panels[3:5]:
+            axes.set_xlabel("step")
+            axes.tick_params(labelbottom=True)
+    caption = (
+        "Of every layer with experts: how even its load is, how many choices found no room, how much more than the mean the "
+        "busiest rank of expert parallelism got, and how large its router's logits are, which should not grow without end."
+    )
+    return Picture(path=path, title="Routing", caption=caption)
+
+
+def _finite(values: Sequence[float | None], missing: float = 0.0) -> np.ndarray:
+    """The numbers, null (not finite when it was measured) replaced."""
+    return np.array([missing if value is None else value for value in values], dtype=float)
 
 
 def _draw_time(steps: Steps, path: Path) -> Picture | None:

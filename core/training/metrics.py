@@ -191,7 +191,7 @@ class _EventFile:
             self._writer.add_event(Event(step=resume_from_step + 1, session_log=start))
 
     def write(self, metrics: StepMetrics) -> None:
-        self._add(metrics.step, _scalars(metrics))
+        self._add(metrics.step, scalars(metrics))
 
     def write_save(self, save: SaveMetrics) -> None:
         named = ("seconds", save.seconds), ("stalled_seconds", save.stalled_seconds), ("bytes", float(save.bytes))
@@ -208,7 +208,7 @@ class _EventFile:
         self._writer.close()
 
 
-def _scalars(metrics: StepMetrics) -> Iterator[tuple[str, float]]:
+def scalars(metrics: StepMetrics) -> Iterator[tuple[str, float]]:
     """The curves of one step, under the tags that TensorBoard groups them by."""
     named = {
         "loss/train": metrics.loss,

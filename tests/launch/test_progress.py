@@ -1,10 +1,12 @@
 """The progress of a run, on a terminal and in a file."""
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
+from core.training.insight import LayerInsight
 from core.training.metrics import SaveMetrics, StepMetrics
 from launch.progress import ProgressLine, duration
 
@@ -96,3 +98,13 @@ def test_a_loss_that_is_not_finite_is_shown_as_such() -> None:
 )
 def test_times_are_read_in_their_two_largest_units(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_drops_are_told_where_there_are_some_of_the_layer_with_most() -> None:
+    def layer(dropped: float) -> LayerInsight:
+        return LayerInsight(entropy=1.0, dropped=dropped, rank_load=1.0, logit_max=1.0, logit_rms=1.0)
+
+    full = replace(step(1), insight={"layers.0": layer(0.125), "layers.1": layer(0.0312)})
+    lines = shown(False, 2, full, replace(step(2), insight={"layers.0": layer(0.0)}))
+    assert lines[1].endswith("   up to 12.5% dropped")
+    assert "dropped" not in lines[2]

@@ -1,12 +1,14 @@
 """The report: self-contained, honest about what was not measured, and safe whatever the text in it."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from core.errors import RequestError
+from core.training.insight import LayerInsight
 from core.training.metrics import MetricsWriter, SaveMetrics, StepMetrics
 from launch.folder import RunFile, write_json, write_run
 from launch.report import write_report
@@ -39,9 +41,15 @@ def a_step(number: int) -> StepMetrics:
         tokens_per_second=100.0,
         tokens=7 * number,
         expert_load={"layers.0": (0.5, 0.5, 0.0), "layers.1": (1.0, 0.0, 0.0)},
+        insight={"layers.0": told(0.9, number), "layers.1": told(0.1, number)},
         seconds={"data": 0.0, "forward_backward": 0.5},
         validation_loss=4.25 if number % 5 == 0 else None,
     )
+
+
+def told(entropy: float, number: int) -> LayerInsight:
+    largest = float("nan") if number == 3 else 7.0
+    return LayerInsight(entropy=entropy, dropped=0.25, rank_load=1.5, logit_max=largest, logit_rms=2.0)
 
 
 @pytest.mark.parametrize("steps", [1, 301])
@@ -49,10 +57,17 @@ def test_a_run_of_any_length_has_a_page_with_its_pictures_inside(tmp_path: Path,
     page = write_report(a_run(tmp_path, steps, unigram_entropy=6.5, ended="stopped"))
     text = page.read_text()
     assert page == tmp_path / "report.html"
-    assert text.count('src="data:image/png;base64,') == 4
+    assert text.count('src="data:image/png;base64,') == 6
     assert not re.findall(r'(?:src|href)="(?!data:)', text) and "http" not in text
     pictures = sorted(path.name for path in (tmp_path / "report").iterdir())
-    assert pictures == ["expert_load.png", "learning_rate.png", "loss.png", "time.png"]
+    assert pictures == [
+        "expert_load.png",
+        "layer_load.png",
+        "learning_rate.png",
+        "loss.png",
+        "routing.png",
+        "time.png",
+    ]
     assert all((tmp_path / "report" / name).read_bytes().startswith(PNG) for name in pictures)
     assert f"{steps} of 50 steps on cpu, 2 ranks; stopped by a signal" in text
     assert "6.5000" in text
@@ -117,3 +132,25 @@ def test_smoothing_keeps_a_straight_line_and_passes_over_what_is_not_finite() ->
     assert np.isnan(smoothed(np.array([np.nan]))).all()
     holed = np.where(line == 100, np.nan, 3.0)
     assert np.allclose(smoothed(holed), 3.0)
+
+
+def test_a_run_without_experts_has_no_picture_of_them(tmp_path: Path) -> None:
+    a_run(tmp_path, 0)
+    with MetricsWriter(tmp_path, resume_from_step=0) as writer:
+        writer.write(replace(a_step(1), expert_load={}, insight={}))
+    write_report(tmp_path)
+    assert sorted(path.name for path in (tmp_path / "report").iterdir()) == [
+        "learning_rate.png",
+        "loss.png",
+        "time.png",
+    ]
+
+
+def test_layers_of_different_numbers_of_experts_and_many_layers_are_drawn(tmp_path: Path) -> None:
+    a_run(tmp_path, 0)
+    load = {f"layers.{i}": (1 / (2 + i % 2),) * (2 + i % 2) for i in range(43)}
+    with MetricsWriter(tmp_path, resume_from_step=0) as writer:
+        for number in range(1, 4):
+            insight = {name: told(0.5, number) for name in load}
+            writer.write(replace(a_step(number), expert_load=load, insight=insight))
+    assert "Expert load by layer" in write_report(tmp_path).read_text()

@@ -7,7 +7,8 @@ from subprocess import run as run_process
 
 import pytest
 
-from core.training.metrics import MetricsWriter, SaveMetrics, StepMetrics, read_metrics, read_saves
+from core.training.insight import LayerInsight
+from core.training.metrics import MetricsWriter, SaveMetrics, StepMetrics, read_metrics, read_saves, scalars
 
 
 def step(number: int, **more: object) -> StepMetrics:
@@ -124,3 +125,19 @@ def test_metrics_need_no_torch() -> None:
         "sys.exit('torch' in sys.modules or 'tensorflow' in sys.modules)"
     )
     assert run_process([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_what_layers_tell_of_their_experts_is_in_the_file_and_a_curve_each(tmp_path: Path) -> None:
+    calm = LayerInsight(entropy=0.75, dropped=0.0, rank_load=1.5, logit_max=float("inf"), logit_rms=2.0)
+    full = LayerInsight(entropy=0.5, dropped=0.25, rank_load=2.5, logit_max=8.0, logit_rms=4.0)
+    told = step(1, insight={"layers.1": calm, "mtp.0.layer": full})
+    assert told.dropped == 0.25 and step(2).dropped == 0.0
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(told)
+    numbers = {"entropy": 0.75, "dropped": 0.0, "rank_load": 1.5, "logit_max": None, "logit_rms": 2.0}
+    [line] = read_metrics(tmp_path)
+    assert line["insight"]["layers.1"] == numbers
+    assert line["insight"]["mtp.0.layer"]["logit_max"] == 8.0
+    tags = dict(scalars(told))
+    assert tags["experts/entropy/layers.1"] == 0.75 and tags["experts/dropped/mtp.0.layer"] == 0.25
+    assert {tag.split("/")[1] for tag in tags if tag.endswith("mtp.0.layer")} == set(numbers)

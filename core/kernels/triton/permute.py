@@ -1,7 +1,7 @@
-"""Triton kernels of core/kernels/permute.py: the row map without a sort, rows to experts, and their sums (report section 4.3.3).
+"""Triton kernels of core/kernels/permute.py: row map without a sort, rows to experts, their sums (report section 4.3.3).
 
-Both directions go token by token: a token is read once and written to all its rows, or all its rows are read and it is written
-once. So nothing is read twice, nothing is added up by atomics, and every run gives the same bits.
+Both directions go token by token: a token is read once and written to all its rows, or all its rows are read and it is
+written once. So nothing is read twice, nothing is added up by atomics, and every run gives the same bits.
 Shape letters: T tokens, K choices per token, R routed rows, H hidden.
 """
 
@@ -37,7 +37,7 @@ def place_rows(
     room = choices + experts * (multiple - 1) if rows_per_expert is None else experts * rows_per_expert
     order = torch.full((room,), -1, dtype=torch.int64, device=device) if padded else torch.empty_like(flat_N)
     _rank[(blocks,)](flat_N, rank_N, before_EB, choices, blocks, BLOCK=block, num_warps=8)
-    _scan[(experts,)](before_EB, routed_E, blocks, BLOCK=1024)
+    _scan[(experts,)](before_EB, routed_E, blocks, BLOCK=8 * block)
     _starts[(1,)](
         routed_E, counts_E, starts, experts, multiple, rows_per_expert or 0,
         FIXED=rows_per_expert is not None, BLOCK=triton.next_power_of_2(experts),
@@ -52,9 +52,9 @@ def place_rows(
 def scatter_tokens(
     x_TH: Tensor, row_TK: Tensor, order_R: Tensor | None, rows: int, weights_TK: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Every token's row at each of its places: [rows, H]; and, where weights_TK is given, the weight of every row [rows].
+    """Every token at each of its rows: [rows, H]; and, where weights_TK is given, the weight of every row [rows].
 
-    order_R: given where rows may be of zeros, which are those where it is negative. Every other row is some choice's in row_TK.
+    order_R: given where rows may be of zeros, those where it is negative. Every other row is some choice's in row_TK.
     """
     (tokens, width), choices = x_TH.shape, row_TK.shape[1]
     if not (tokens and rows and choices):
@@ -77,7 +77,8 @@ def sum_of_rows(
 ) -> tuple[Tensor, Tensor | None]:
     """sum over k of rows[row_TK[:, k]], an index of R adding nothing: [T, H], summed in float32 (float64 for float64).
 
-    weights_TK: what each row is multiplied by first. of_rows_R: a number per row, to be brought to its choice: [T, K], 0 without row.
+    weights_TK: what each row is multiplied by first. of_rows_R: a number per row, brought to its choice: [T, K], 0 without
+    a row.
     """
     (rows, width), (tokens, choices) = rows_RH.shape, row_TK.shape
     if not (tokens and rows and choices):
@@ -88,7 +89,8 @@ def sum_of_rows(
     _sum[(triton.cdiv(tokens, high), max(1, triton.cdiv(width, wide)))](
         rows_RH.contiguous(), row_TK.contiguous(), None if weights_TK is None else weights_TK.contiguous(),
         None if of_rows_R is None else of_rows_R.contiguous(), out, of_choices, tokens, width, rows,
-        K=choices, WEIGHTED=weights_TK is not None, BRING=of_rows_R is not None, SUM=sum_dtype(rows_RH.dtype), HIGH=high, WIDE=wide,
+        K=choices, WEIGHTED=weights_TK is not None, BRING=of_rows_R is not None, SUM=sum_dtype(rows_RH.dtype),
+        HIGH=high, WIDE=wide,
     )  # fmt: skip
     return out, of_choices
 
@@ -111,8 +113,8 @@ def weighted_sum_backward(
     token_programs = triton.cdiv(tokens, high)
     programs = token_programs + (0 if order_R is None else triton.cdiv(rows, high))
     _weighted_backward[(programs,)](
-        grad_TH.contiguous(), rows_RH.contiguous(), row_TK.contiguous(), order_R, weights_TK.contiguous(), of_rows, of_weights,
-        tokens, width, rows, token_programs,
+        grad_TH.contiguous(), rows_RH.contiguous(), row_TK.contiguous(), order_R, weights_TK.contiguous(),
+        of_rows, of_weights, tokens, width, rows, token_programs,
         K=choices, PADDED=order_R is not None, SUM=sum_dtype(rows_RH.dtype), HIGH=high, WIDE=wide,
     )  # fmt: skip
     return of_rows, of_weights
@@ -215,20 +217,21 @@ def _scatter(
             here = row < rows
             tl.store(out_ptr + row[:, None] * width + h[None, :], x, mask=inside & here[:, None])
             if WEIGHTED:
-                first = here & (tl.program_id(1) == 0)
-                tl.store(out_weight_ptr + row, tl.load(weight_ptr + t * K + k, mask=first), mask=first)
+                if tl.program_id(1) == 0:
+                    tl.store(out_weight_ptr + row, tl.load(weight_ptr + t * K + k, mask=here), mask=here)
     elif PADDED:
         r = (program - token_programs).to(tl.int64) * HIGH + tl.arange(0, HIGH)
         empty = _clear(order_ptr, out_ptr, r, h, width, rows)
         if WEIGHTED:
-            zero = tl.zeros([HIGH], out_weight_ptr.dtype.element_ty)
-            tl.store(out_weight_ptr + r, zero, mask=empty & (tl.program_id(1) == 0))
+            if tl.program_id(1) == 0:
+                tl.store(out_weight_ptr + r, tl.zeros([HIGH], out_weight_ptr.dtype.element_ty), mask=empty)
 
 
 @triton.jit
 def _sum(
     rows_ptr, row_ptr, weight_ptr, of_row_ptr, out_ptr, of_choice_ptr, tokens, width, rows,
-    K: tl.constexpr, WEIGHTED: tl.constexpr, BRING: tl.constexpr, SUM: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
+    K: tl.constexpr, WEIGHTED: tl.constexpr, BRING: tl.constexpr, SUM: tl.constexpr,
+    HIGH: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """A tile of tokens from all its rows, in order of choice."""
     t = tl.program_id(0).to(tl.int64) * HIGH + tl.arange(0, HIGH)
@@ -243,8 +246,9 @@ def _sum(
             x = x * tl.load(weight_ptr + t * K + k, mask=here, other=0).to(SUM)[:, None]
         total += x
         if BRING:
-            number = tl.load(of_row_ptr + row, mask=here, other=0)
-            tl.store(of_choice_ptr + t * K + k, number, mask=(t < tokens) & (tl.program_id(1) == 0))
+            if tl.program_id(1) == 0:
+                number = tl.load(of_row_ptr + row, mask=here, other=0)
+                tl.store(of_choice_ptr + t * K + k, number, mask=t < tokens)
     tl.store(out_ptr + t[:, None] * width + h[None, :], total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -253,7 +257,7 @@ def _weighted_backward(
     grad_ptr, rows_ptr, row_ptr, order_ptr, weight_ptr, of_rows_ptr, of_weight_ptr, tokens, width, rows, token_programs,
     K: tl.constexpr, PADDED: tl.constexpr, SUM: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of tokens' gradients, times the weights, to all its rows; and their products with the rows, summed over the width."""
+    """A tile of tokens' gradients, times the weights, to all its rows; and their products with the rows, summed over H."""
     program = tl.program_id(0)
     if program < token_programs:
         t = program.to(tl.int64) * HIGH + tl.arange(0, HIGH)

@@ -1,4 +1,4 @@
-"""Triton kernels of core/kernels/swiglu.py: SwiGLU times a weight per row, and the backward that recomputes (report section 4.3.4)."""
+"""Triton kernels of core/kernels/swiglu.py: SwiGLU times a row's weight, and the backward that recomputes (section 4.3.4)."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def backward(
     grad_RF: Tensor, gate_RF: Tensor, up_RF: Tensor, weight_R: Tensor | None,
     *, out_gate: Tensor, out_up: Tensor, out_act: Tensor | None,
 ) -> Tensor | None:  # fmt: skip
-    """The gradients of gate and up, written to out_gate and out_up, and the result of `forward`, to out_act if given, in one pass.
+    """In one pass the gradients of gate and up, written to out_gate and out_up, and the result of `forward`, to out_act.
 
-    Rows of what is written to must each be contiguous. Returns the gradient of weight_R [R], summed in float32, if there is one.
+    Rows of what is written to must each be contiguous. Returns the gradient of weight_R [R], summed in float32, or None.
     """
     rows, width = gate_RF.shape
     of_weight = None if weight_R is None else weight_R.new_zeros(rows)
@@ -42,8 +42,9 @@ def backward(
     grad, gate, up = _rows(grad_RF), _rows(gate_RF), _rows(up_RF)
     high, wide = tile(width)
     _backward[(triton.cdiv(rows, high),)](
-        grad, gate, up, None if weight_R is None else weight_R.contiguous(), out_gate, out_up, out_act, of_weight, rows, width,
-        grad.stride(0), gate.stride(0), up.stride(0), out_gate.stride(0), out_up.stride(0), 0 if out_act is None else out_act.stride(0),
+        grad, gate, up, None if weight_R is None else weight_R.contiguous(), out_gate, out_up, out_act, of_weight,
+        rows, width, grad.stride(0), gate.stride(0), up.stride(0), out_gate.stride(0), out_up.stride(0),
+        0 if out_act is None else out_act.stride(0),
         WEIGHTED=weight_R is not None, ACTIVATION=out_act is not None, SUM=sum_dtype(gate.dtype), HIGH=high, WIDE=wide,
     )  # fmt: skip
     return of_weight

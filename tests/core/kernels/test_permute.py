@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from core.kernels.permute import map_rows, permute, permute_weights, sum_rows, unpermute
+from core.kernels.permute import map_rows, permute, permute_weights, permute_with_weights, sum_rows, unpermute
 from tests.core.numbers import draw, gradients, near
 
 HIDDEN = 3
@@ -167,3 +167,44 @@ def test_d1_d3_rows_of_zeros_fill_every_expert_up_and_change_nothing(
     near(out, expected_out)
     near(gradient[real_R], expected_gradient)
     assert not gradient[~real_R].any()
+
+
+@settings(max_examples=20)
+@given(routings(), st.integers(1, 4), st.one_of(st.none(), st.integers(0, 5)))
+def test_a_weighted_sum_is_that_of_weighted_rows(case: tuple[Tensor, int], multiple: int, just: int | None) -> None:
+    chosen, experts = case
+    rows = map_rows(chosen, experts, multiple=multiple, rows_per_expert=just)
+    back, weights = draw(0, rows.rows, HIDDEN), draw(1, *chosen.shape)
+
+    def naive(x: Tensor, w: Tensor) -> Tensor:
+        out = [0.0 * x.sum() + 0.0 * w.sum() + torch.zeros(HIDDEN, dtype=x.dtype) for _ in range(chosen.shape[0])]
+        for t, places in enumerate(rows.row_TK.tolist()):
+            for k, row in enumerate(places):
+                if row < rows.rows:
+                    out[t] = out[t] + w[t, k] * x[row]
+        return torch.stack(out) if out else x[:0] + 0.0 * w.sum()
+
+    for got, truth in zip(
+        gradients(lambda x, w: unpermute(x, rows, w), [back, weights]), gradients(naive, [back, weights]), strict=True
+    ):
+        near(got, truth, units=16)
+
+
+def test_a_weighted_sum_of_bfloat16_rows_is_rounded_once_and_passes_finite_differences() -> None:
+    rows = map_rows(torch.tensor([[0, 1, 2, -1]]), 3)
+    values = torch.tensor([[256.0], [1.0], [1.0]], dtype=torch.bfloat16)
+    weights = torch.ones(1, 4, requires_grad=True)
+    out = unpermute(values, rows, weights)
+    assert out.dtype == torch.bfloat16 and out.item() == 258.0
+    out.backward()
+    assert weights.grad is not None and weights.grad.tolist() == [[256.0, 1.0, 1.0, 0.0]]
+    rows = map_rows(torch.tensor([[2, 0], [-1, 2], [10, 2]]), 11, multiple=2)
+    back, weights = draw(0, rows.rows, 2).requires_grad_(), draw(1, 3, 2).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x, w: unpermute(x, rows, w), (back, weights))
+
+
+def test_rows_and_weights_together_are_rows_and_weights() -> None:
+    rows = map_rows(torch.tensor([[1, 0], [0, -1], [2, 0]]), 3, multiple=2)
+    hidden, weights = draw(0, 3, HIDDEN), draw(1, 3, 2)
+    got = permute_with_weights(hidden, weights, rows)
+    assert torch.equal(got[0], permute(hidden, rows)) and torch.equal(got[1], permute_weights(weights, rows))

@@ -135,6 +135,7 @@ def _moe(dense: Dense, options: UpcycleOptions) -> MoE:
         experts=options.experts,
         top_k=options.top_k,
         expert_ffn=dense.ffn // options.granularity,
+        activation=dense.activation,
         router=_router_of(options),
         shared=SharedExperts(count=options.shared.count) if options.shared else None,
     )

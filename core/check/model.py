@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from core.check.balance import check_balance
+from core.check.limits import check_capacity
 from core.check.words import above, at_least, even, nearest, positive
-from core.config.architecture import GQA, Dense, ModelConfig, MoE, Router, Yarn
+from core.config.architecture import GQA, Activation, ClampedSwiGLU, Dense, ModelConfig, MoE, Router, Yarn
 from core.errors import Fault
 
 # A byte-level vocabulary holds every byte and one mark between documents.
@@ -20,7 +21,7 @@ def check_model(model: ModelConfig) -> tuple[Fault, ...]:
     found = [*_sizes(model)]
     for _, layer in model.all_layers():
         found += _gqa(layer.attention) if isinstance(layer.attention, GQA) else _mla(layer.attention)
-        found += positive("model.dense", layer.mlp, "ffn") if isinstance(layer.mlp, Dense) else _moe(layer.mlp)
+        found += _dense(layer.mlp) if isinstance(layer.mlp, Dense) else _moe(layer.mlp)
     return tuple(dict.fromkeys(found))
 
 
@@ -61,13 +62,31 @@ def _mla(attention: Any) -> Iterator[Fault]:
     yield from even("model.attention.rope_dim", attention.rope_dim)
 
 
+def _dense(dense: Dense) -> Iterator[Fault]:
+    yield from positive("model.dense", dense, "ffn")
+    yield from _activation("model.dense.activation", dense.activation)
+
+
+def _activation(key: str, activation: Activation) -> Iterator[Fault]:
+    if not isinstance(activation, ClampedSwiGLU):
+        return
+    numbers = {"limit": activation.limit, "alpha": activation.alpha, "shift": activation.shift}
+    for name, value in numbers.items():
+        if not math.isfinite(value):
+            yield Fault(setting=f"{key}.{name}", value=value, rule="must be finite", works="7, 1.702 and 1 in gpt-oss")
+        elif name != "shift":
+            yield from above(f"{key}.{name}", value, 0)
+
+
 def _moe(moe: MoE) -> Iterator[Fault]:
+    yield from _activation("model.moe.activation", moe.activation)
     yield from positive("model.moe", moe, "experts", "top_k", "expert_ffn")
     if moe.top_k > moe.experts > 0:
         rule = f"must be at most model.moe.experts={moe.experts}"
         yield Fault(setting="model.moe.top_k", value=moe.top_k, rule=rule, works=f"1 to {moe.experts}")
     if moe.shared:
         yield from positive("model.moe.shared", moe.shared, "count")
+    yield from check_capacity(moe.capacity)
     if moe.latent is not None:
         yield from positive("model.moe", moe, "latent")
     yield from _router(moe.router)

@@ -10,9 +10,12 @@ from core.check import check, check_model
 from core.config.architecture import (
     GQA,
     MLA,
+    Activation,
     AuxLoss,
+    ClampedSwiGLU,
     Dense,
     ExpertBias,
+    GeGLU,
     Groups,
     Layer,
     ModelConfig,
@@ -21,6 +24,7 @@ from core.config.architecture import (
     RMSNorm,
     Rope,
     Router,
+    SquaredReLU,
     ZLoss,
     repeat,
 )
@@ -186,6 +190,33 @@ def test_latent_attention_needs_even_rotated_dimensions_and_positive_ranks() -> 
     assert "model.attention.query_rank=0: must be positive" in text
     assert "model.attention.rope_dim=3: must be even" in text
     assert text.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("activation", "part"),
+    [
+        (ClampedSwiGLU(limit=0.0, alpha=1.702, shift=1.0), "activation.limit=0.0: must be positive"),
+        (ClampedSwiGLU(limit=7.0, alpha=-1.0, shift=1.0), "activation.alpha=-1.0: must be positive"),
+        (ClampedSwiGLU(limit=float("inf"), alpha=1.702, shift=1.0), "activation.limit=inf: must be finite"),
+        (ClampedSwiGLU(limit=7.0, alpha=1.702, shift=float("nan")), "activation.shift=nan: must be finite"),
+    ],
+)
+def test_a_clamp_that_leaves_nothing_or_is_none_is_refused(activation: ClampedSwiGLU, part: str) -> None:
+    router = Router(score="softmax", normalise=True)
+    moe = MoE(experts=3, top_k=1, expert_ffn=5, router=router, activation=activation, bias=True)
+    attention = RUN.model.layers[0].attention
+    for mlp, prefix in ((moe, "model.moe."), (Dense(ffn=3, activation=activation), "model.dense.")):
+        (fault,) = check_model(replace(RUN.model, layers=(Layer(attention=attention, mlp=mlp),)))
+        assert prefix + part in str(fault)
+
+
+@pytest.mark.parametrize(
+    "activation", [GeGLU(tanh=True), SquaredReLU(), ClampedSwiGLU(limit=7.0, alpha=1.702, shift=-1.0)]
+)
+def test_every_other_activation_is_right(activation: Activation) -> None:
+    mlp = Dense(ffn=3, activation=activation)
+    model = replace(RUN.model, layers=(Layer(attention=RUN.model.layers[0].attention, mlp=mlp),))
+    assert check_model(model) == ()
 
 
 def test_everything_that_is_wrong_is_said_at_once_and_shared_parts_once() -> None:

@@ -7,7 +7,20 @@ from math import prod
 
 import pytest
 
-from core.config.architecture import GQA, MoE, Router, SharedExperts
+from core.config.architecture import (
+    GQA,
+    Activation,
+    Dense,
+    GeGLU,
+    Layer,
+    ModelConfig,
+    MoE,
+    RMSNorm,
+    Rope,
+    Router,
+    SharedExperts,
+    SquaredReLU,
+)
 from core.config.counts import count_parameters
 from core.config.family import Family, Size, all_families, find_family
 from core.parallel.groups import one_rank
@@ -35,6 +48,48 @@ def test_counts_are_those_of_the_real_modules_and_of_the_published_files(family:
     assert (counts.predict_ahead, counts.main) == (ahead, sum(sizes.values()) - ahead)
     if size.published:
         assert (counts.main, counts.active, counts.predict_ahead) == PUBLISHED[size.published]
+
+
+@pytest.mark.parametrize(
+    ("activation", "of_expert"),
+    [
+        # gate, up and down of 5 neurons that see 7 features, and their biases
+        (GeGLU(tanh=True), 3 * 5 * 7 + 2 * 5 + 7),
+        (SquaredReLU(), 2 * 5 * 7 + 5 + 7),
+    ],
+)
+@pytest.mark.parametrize("latent", [None, 7])
+def test_experts_of_any_activation_and_with_biases_are_counted_as_the_real_modules_have_them(
+    activation: Activation, of_expert: int, latent: int | None
+) -> None:
+    hidden = 7 if latent is None else 12
+    attention = GQA(heads=2, kv_heads=1, head_dim=4)
+    router = Router(score="softmax", normalise=True)
+    moe = MoE(
+        experts=3,
+        top_k=2,
+        expert_ffn=5,
+        router=router,
+        latent=latent,
+        activation=activation,
+        bias=True,
+        shared=SharedExperts(count=2),
+    )
+    model = ModelConfig(
+        vocab=257,
+        hidden=hidden,
+        max_tokens=8,
+        norm=RMSNorm(eps=1e-6),
+        rope=Rope(theta=1e4),
+        layers=(
+            Layer(attention=attention, mlp=Dense(ffn=11, activation=activation)),
+            Layer(attention=attention, mlp=moe),
+        ),
+    )
+    counts = count_parameters(model)
+    tensors = inventory(build_model(model, groups=one_rank(), device="meta"), one_rank())
+    assert counts.main == sum(prod(tensor.shape) for tensor in tensors.values())
+    assert counts.main - counts.active == (3 - 2) * of_expert
 
 
 def test_every_published_size_is_declared() -> None:

@@ -42,6 +42,6 @@ def test_other_kinds_and_other_depths_are_said_as_they_are() -> None:
     swapped = replace(deepseek(), layers=(dense, Layer(attention=dense.attention, mlp=dense.mlp)), rope=Rope(theta=1e4))
     lines = config_differences(swapped, deepseek())
     assert lines[0].startswith("rope: Rope(theta=10000.0) instead of Yarn(")
-    assert lines[1].startswith("layers[1].mlp: Dense(ffn=24) instead of MoE(")
+    assert lines[1].startswith("layers[1].mlp: Dense(ffn=24, activation=SwiGLU()) instead of MoE(")
     shorter = replace(mixtral(), layers=mixtral().layers[:1], vocab=7)
     assert config_differences(shorter, mixtral()) == ("vocab: 7 instead of 31", "layers: 1 instead of 2")

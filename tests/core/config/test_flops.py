@@ -18,6 +18,7 @@ from core.config.architecture import (
     Rope,
     Router,
     SharedExperts,
+    SquaredReLU,
 )
 from core.config.flops import flops_per_token
 from models.deepseek_v3.architecture import V3_671B
@@ -55,6 +56,24 @@ def test_a_dense_model_is_counted_by_hand() -> None:
     assert flops_per_token(model(layer), 0) == 6 * matrices
     # Each token meets half of the 8 tokens with 4 heads, by keys and by values of size 3.
     assert flops_per_token(model(layer), 8) == 6 * (matrices + 4 * (3 + 3) * 4)
+
+
+def test_mlps_without_a_gate_have_two_matrices_and_biases_are_no_products() -> None:
+    attention = GQA(heads=4, kv_heads=2, head_dim=3)
+    projections = 10 * 12 + 2 * 10 * 6 + 12 * 10
+    dense = Layer(attention=attention, mlp=Dense(ffn=7, activation=SquaredReLU()))
+    assert flops_per_token(model(dense), 0) == 6 * (projections + 2 * 10 * 7 + 101 * 10)
+    moe = MoE(
+        experts=5,
+        top_k=2,
+        expert_ffn=3,
+        router=ROUTER,
+        shared=SharedExperts(count=1),
+        activation=SquaredReLU(),
+        bias=True,
+    )
+    sparse = Layer(attention=attention, mlp=moe)
+    assert flops_per_token(model(sparse), 0) == 6 * (projections + (2 + 1) * 2 * 10 * 3 + 101 * 10)
 
 
 @pytest.mark.parametrize("query_rank", [5, None])

@@ -11,7 +11,17 @@ import torch
 from torch import Tensor
 
 from core.attention.packing import packing_of
-from core.config.architecture import AuxLoss, ExpertBias, MoE, Router, SharedExperts, ZLoss
+from core.config.architecture import (
+    AuxLoss,
+    ExpertBias,
+    ExpertChoice,
+    MoE,
+    QuantileBias,
+    Router,
+    SharedExperts,
+    Sinkhorn,
+    ZLoss,
+)
 from core.config.mapping import DispatcherName, ParallelConfig
 from core.moe.balance import BalanceScope
 from core.moe.layer import MoELayer
@@ -38,6 +48,15 @@ MODEL = MoE(
 )
 # Routed experts of another width than the tokens, and a gate before the shared one.
 LATENT = replace(MODEL, latent=3, shared=SharedExperts(count=1, gated=True))
+# Choices, and thresholds for them, that all ranks of a microbatch have to come to together.
+SOFTMAX = replace(MODEL, router=Router(score="softmax", normalise=False, balance=(ZLoss(coefficient=0.1),)))
+TOGETHER = {
+    "sinkhorn": replace(SOFTMAX, router=replace(SOFTMAX.router, selection=Sinkhorn(tolerance=1e-4))),
+    "expert choice": replace(SOFTMAX, router=replace(SOFTMAX.router, selection=ExpertChoice())),
+    "quantile": replace(
+        SOFTMAX, router=replace(SOFTMAX.router, balance=(QuantileBias(ema=0.5), ZLoss(coefficient=0.1)))
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +94,8 @@ def run(layer: MoELayer, job: Job, groups: Groups, replica: int) -> tuple[Tensor
     ((out * arrives).sum() + torch.stack(list(losses.values())).sum()).backward()
     assert x.grad is not None
     extra = {name: loss.detach() for name, loss in losses.items()} | {"counts": routing.counts_E}
+    if routing.balance.quantiles is not None:
+        extra["quantiles"] = routing.balance.quantiles
     return packing.mine_T, Share(out=out, input_gradient=x.grad, pieces={}, extra=extra)
 
 
@@ -130,14 +151,14 @@ MAPPINGS = {
 NAMES: tuple[DispatcherName, ...] = ("allgather", "alltoall")
 
 
-def jobs_of(world: int) -> list[Job]:
+def jobs_of(world: int, models: Sequence[MoE] = (MODEL, LATENT)) -> list[Job]:
     jobs = []
     for parallel in MAPPINGS[world]:
         replicas = world // (parallel.tp * parallel.cp)
         for first, name in enumerate(NAMES):
             batches = [BATCHES[-1 - i if first else i] for i in range(replicas)]
             named = replace(parallel, dispatcher=name)
-            jobs += [Job(parallel=named, microbatches=tuple(batches), model=model) for model in (MODEL, LATENT)]
+            jobs += [Job(parallel=named, microbatches=tuple(batches), model=model) for model in models]
     return jobs
 
 
@@ -146,6 +167,16 @@ def test_b1_c2_c4_every_folding_and_dispatcher_gives_the_outputs_losses_and_grad
     ranks: Ranks, world: int
 ) -> None:
     jobs = jobs_of(world)
+    found = ranks.run(run_all, world, jobs, timeout_seconds=60.0)
+    for i, job in enumerate(jobs):
+        check([rank[i] for rank in found], job)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_choices_that_look_at_a_whole_microbatch_are_those_of_one_rank_in_every_folding(
+    ranks: Ranks, world: int
+) -> None:
+    jobs = jobs_of(world, tuple(TOGETHER.values()))
     found = ranks.run(run_all, world, jobs, timeout_seconds=60.0)
     for i, job in enumerate(jobs):
         check([rank[i] for rank in found], job)

@@ -12,14 +12,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core.config.run import IGNORE
-from core.kernels.backend import product_dtype, wide_dtype
+from core.kernels.backend import kernels_backend, product_dtype, wide_dtype
 from core.kernels.embedding import refuse_outside
 from core.parallel.collectives import all_reduce_max, all_reduce_sum
 from core.parallel.groups import Group
 from core.state.box import ends
 
-# Logits that exist at a time: enough tokens for fast products, little beside the model.
+# Logits that exist at a time: enough tokens for fast products, little beside the model. A GPU needs more of them before a product
+# takes longer than reading the head and adding to its gradient, which every chunk does anew.
 _CHUNK_BYTES = 64 << 20
+_CHUNK_BYTES_OF_GPU = 512 << 20
+# Where the label of a row is on another rank, or counts nothing.
+_ELSEWHERE = -1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,13 +43,13 @@ class VocabularyCut:
         bounds = ends(self.vocab, self.tp.size)
         return range(bounds[self.tp.position], bounds[self.tp.position + 1])
 
-    def chunks(self, element_bytes: int) -> Iterator[tuple[slice, slice]]:
+    def chunks(self, logit_bytes: int, chunk_bytes: int) -> Iterator[tuple[slice, slice]]:
         """Tokens that are taken at a time, and which of those are counted here.
 
         As many chunks on every rank, since all meet in each: the largest stretch of the vocabulary decides, not this rank's.
         """
         widest = max(1, -(-self.vocab // self.tp.size))
-        step = max(64, _CHUNK_BYTES // (widest * element_bytes))
+        step = max(64, chunk_bytes // (widest * logit_bytes))
         first = sum(self.rows[: self.tp.position])
         last = first + self.rows[self.tp.position]
         for start in range(0, sum(self.rows), step):
@@ -124,19 +128,19 @@ def _over_chunks(
     wide, product = wide_dtype(hidden.dtype), product_dtype(hidden.dtype, hidden.device)
     loss = hidden.new_zeros((), dtype=wide)
     matrix, held = weight.to(product), cut.held
-    for piece, counted in cut.chunks(loss.element_size()):
+    by_kernel = wide == torch.float32 and kernels_backend(hidden.device) == "triton"
+    over_rows = _rows_by_kernel if by_kernel else _rows_by_reference
+    chunk_bytes = _CHUNK_BYTES if hidden.device.type == "cpu" else _CHUNK_BYTES_OF_GPU
+    for piece, counted in cut.chunks(loss.element_size(), chunk_bytes):
         rows, target = hidden[piece].to(product), labels[piece]
         valid = target != IGNORE
         here = valid & (target >= held.start) & (target < held.stop)
-        index = torch.where(here, target - held.start, 0)[:, None]
-        logits = (rows @ matrix.T).to(hidden.dtype).to(wide)
-        exponentials, total, of_label = _normalised(logits, index, here[:, None], cut.tp)
-        loss += ((total.log() - of_label)[:, 0] * valid)[counted].sum()
-        if grads is None:
+        label = torch.where(here, target - held.start, _ELSEWHERE)
+        logits = (rows @ matrix.T).to(hidden.dtype)
+        per_row, probability = over_rows(logits, label, valid, cut.tp, gradient=grads is not None)
+        loss += per_row[counted].sum()
+        if grads is None or probability is None:
             continue
-        probability = exponentials.mul_(valid[:, None] / total)
-        if held:
-            probability.scatter_add_(1, index, -here[:, None].to(wide))
         grad = probability.to(product)
         grads[0][piece] = grad @ matrix
         if grads[1].dtype == product:
@@ -144,6 +148,42 @@ def _over_chunks(
         else:
             grads[1].add_(grad.T @ rows)
     return loss
+
+
+def _rows_by_reference(
+    logits_CV: Tensor, label_C: Tensor, valid_C: Tensor, tp: Group, *, gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The loss of every row [C], zero where not valid, and with `gradient` that of the logits [C, V]: softmax less one at the label.
+
+    label_C: the column of the label, -1 where it is not among mine.
+    """
+    here, index = (label_C >= 0)[:, None], label_C.clamp(min=0)[:, None]
+    exponentials, total, of_label = _normalised(logits_CV.to(wide_dtype(logits_CV.dtype)), index, here, tp)
+    loss = (total.log() - of_label)[:, 0] * valid_C
+    if not gradient:
+        return loss, None
+    probability = exponentials.mul_(valid_C[:, None] / total)
+    if probability.shape[1]:
+        probability.scatter_add_(1, index, -here.to(probability.dtype))
+    return loss, probability
+
+
+def _rows_by_kernel(
+    logits_CV: Tensor, label_C: Tensor, valid_C: Tensor, tp: Group, *, gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """`_rows_by_reference`, with the same all-reduces; the gradient takes the place and the dtype of the logits."""
+    from core.kernels.triton.cross_entropy import gradient_, loss_and_gradient_, row_sums
+
+    if tp.size == 1:
+        return loss_and_gradient_(logits_CV, label_C, valid_C, gradient=gradient), logits_CV if gradient else None
+    largest, total, of_label = row_sums(logits_CV, label_C)
+    top = all_reduce_max(largest[:, None], tp)
+    shares = [(total * (largest - top[:, 0]).exp()), torch.where(label_C >= 0, of_label - top[:, 0], 0)]
+    both = all_reduce_sum(torch.stack(shares, dim=-1), tp)
+    total, of_label = both.unbind(-1)
+    if gradient:
+        gradient_(logits_CV, label_C, valid_C, top[:, 0].contiguous(), total.contiguous())
+    return (total.log() - of_label) * valid_C, logits_CV if gradient else None
 
 
 def _normalised(logits: Tensor, index: Tensor, here: Tensor, tp: Group) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,11 +11,35 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from core.config.architecture import Groups, Score
-from core.kernels.routing import balance_scores, choose, highest, keep_groups, scores_of, weights_of
+from core.config.architecture import Groups, Router, Score
+from core.kernels.routing import (
+    auxiliary_loss,
+    balance_choices,
+    balance_choices_reference,
+    balance_scores,
+    choose,
+    highest,
+    keep_groups,
+    route,
+    route_reference,
+    scores_of,
+    weights_of,
+)
 from tests.core.numbers import draw, near
 
 DTYPES = (torch.float32, torch.float64)
+SCORES: tuple[Score, ...] = ("softmax", "softmax_after_top_k", "sigmoid", "sqrt_softplus")
+
+
+def numpy_scores(logits: Tensor, score: Score) -> np.ndarray:
+    """Every expert's score in float64; of a softmax over the chosen ones too, whose shares are those of all."""
+    z = logits.double().numpy()
+    if score == "sigmoid":
+        return 1 / (1 + np.exp(-z))
+    if score == "sqrt_softplus":
+        return np.sqrt(np.log1p(np.exp(z)))
+    exponentials = np.exp(z - z.max(1, keepdims=True))
+    return exponentials / exponentials.sum(1, keepdims=True)
 
 
 def brute_choice(row: list[float], top_k: int, groups: Groups | None) -> list[int]:
@@ -92,7 +116,7 @@ def test_a_group_smaller_than_the_experts_it_is_judged_by_counts_all_it_has() ->
     assert choose(torch.tensor([[0.1, 0.3, 0.2]]), 2, Groups(total=3, kept=2), None).tolist() == [[1, 2]]
 
 
-@pytest.mark.parametrize("score", ["softmax", "softmax_after_top_k", "sigmoid"])
+@pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("normalise", [True, False])
 @pytest.mark.parametrize("top_k", [1, 3, 11])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -101,17 +125,14 @@ def test_weights_are_those_of_the_formulas(score: Score, normalise: bool, top_k:
     scores = scores_of(logits, score)
     chosen = choose(scores, top_k, None, None)
     weights = weights_of(scores, chosen, score=score, normalise=normalise, scale=1.5)
-    z = logits.double().numpy()
-    exponentials = np.exp(z - z.max(1, keepdims=True))
-    every = 1 / (1 + np.exp(-z)) if score == "sigmoid" else exponentials / exponentials.sum(1, keepdims=True)
-    truth = np.take_along_axis(every, chosen.numpy(), 1)
+    truth = np.take_along_axis(numpy_scores(logits, score), chosen.numpy(), 1)
     if normalise or score == "softmax_after_top_k":
         truth = truth / truth.sum(1, keepdims=True)
     near(weights, torch.from_numpy(1.5 * truth))
     assert weights.dtype == dtype and bool((weights[:, 1:] <= weights[:, :-1]).all())
 
 
-@pytest.mark.parametrize("score", ["softmax", "softmax_after_top_k", "sigmoid"])
+@pytest.mark.parametrize("score", SCORES)
 def test_gradients_reach_the_logits_through_the_weights(score: Score) -> None:
     logits = draw(1, 3, 5).requires_grad_()
 
@@ -130,14 +151,68 @@ def test_scores_so_small_that_their_sum_vanishes_give_finite_weights() -> None:
     assert bool(torch.isfinite(weights).all()) and chosen.tolist() == [[0, 1]]
 
 
-@pytest.mark.parametrize("score", ["softmax", "softmax_after_top_k", "sigmoid"])
+@pytest.mark.parametrize("score", SCORES)
 def test_balance_scores_are_a_distribution_over_all_experts(score: Score) -> None:
     logits = draw(2, 13, 17)
     scores = balance_scores(logits, score)
     near(scores.sum(1), torch.ones(13))
-    z = logits.numpy()
-    truth = 1 / (1 + np.exp(-z)) if score == "sigmoid" else np.exp(z)
+    truth = numpy_scores(logits, score)
     near(scores, torch.from_numpy(truth / truth.sum(1, keepdims=True)))
+
+
+@pytest.mark.parametrize("groups", [None, Groups(total=3, kept=2)])
+@pytest.mark.parametrize("normalise", [True, False])
+@pytest.mark.parametrize("score", SCORES)
+def test_the_gradient_of_routing_in_one_step_is_that_by_differences(
+    score: Score, normalise: bool, groups: Groups | None
+) -> None:
+    router, valid = (
+        Router(score=score, normalise=normalise, groups=groups, scale=1.7),
+        torch.tensor([True, False, True]),
+    )
+    logits, bias = draw(3, 3, 6), torch.tensor([0.3, 0.0, -0.2, 0.0, 0.1, 0.0])
+
+    def weights(z: Tensor) -> Tensor:
+        return route(z, router, 3, bias_E=bias, valid_T=valid)[1]
+
+    assert torch.autograd.gradcheck(weights, logits.clone().requires_grad_())
+    for kwargs in ({}, {"bias_E": bias}, {"valid_T": valid}):
+        for one, plain in zip(
+            route(logits, router, 3, **kwargs), route_reference(logits, router, 3, **kwargs), strict=True
+        ):
+            assert torch.equal(one, plain) and one.dtype == plain.dtype
+
+
+@pytest.mark.parametrize("valid", [None, torch.tensor([True, False, True])])
+@pytest.mark.parametrize("score", SCORES)
+def test_the_gradient_of_balance_scores_in_one_step_is_that_by_differences(score: Score, valid: Tensor | None) -> None:
+    logits = draw(4, 3, 5)
+    assert torch.autograd.gradcheck(lambda z: balance_choices(z, score, 2, valid)[0], logits.clone().requires_grad_())
+    for one, plain in zip(
+        balance_choices(logits, score, 2, valid), balance_choices_reference(logits, score, 2, valid), strict=True
+    ):
+        assert torch.equal(one, plain)
+    assert not balance_choices(logits.requires_grad_(), score, 2, valid)[1].requires_grad
+
+
+@pytest.mark.parametrize("piece", [None, torch.tensor([2, 0, 2, 2])])
+def test_the_gradient_of_the_auxiliary_loss_is_that_by_differences(piece: Tensor | None) -> None:
+    pieces = 1 if piece is None else 3
+    counts, factor = draw(5, pieces, 5).abs().requires_grad_(), draw(6, pieces)
+    assert torch.autograd.gradcheck(
+        lambda q: auxiliary_loss(q, counts.detach(), factor, piece), draw(7, 4, 5).requires_grad_()
+    )
+    scores = draw(7, 4, 5).requires_grad_()
+    auxiliary_loss(scores, counts, factor, piece).backward()
+    assert counts.grad is None and scores.grad is not None
+
+
+def test_balanced_counts_and_scores_have_an_auxiliary_loss_of_one() -> None:
+    """E / (K T^2) * sum_i c_i sum_x q_i(x), with c_i = K T / E and q_i = 1 / E."""
+    experts, top_k, tokens = 6, 2, 9
+    scores, counts = torch.full((tokens, experts), 1 / experts), torch.full((1, experts), top_k * tokens / experts)
+    factor = torch.tensor([experts / (top_k * tokens**2)])
+    assert auxiliary_loss(scores, counts, factor).item() == pytest.approx(1.0, rel=1e-6)
 
 
 @pytest.mark.parametrize("normalise", [True, False])

@@ -44,14 +44,16 @@ class MoELayer(nn.Module):
         entering = hidden_TH if self.latent_down is None else self.latent_down(hidden_TH)
         rows, plan = self.dispatcher.dispatch_preprocess(entering, routing)
         rows = self.dispatcher.dispatch(rows, plan)
+        # While rows travel: of an all-to-all that is only begun, forward and backward, the time is hidden (report section 7.2).
+        always = None if self.shared is None else self._shared(self.shared, hidden_TH, inputs.packing.rows)
         arrived, plan = self.dispatcher.dispatch_postprocess(rows, plan)
         out = self.dispatcher.combine_preprocess(self.experts(arrived), plan)
         out = self.dispatcher.combine(out, plan)
         out = self.dispatcher.combine_postprocess(out, plan)
         if self.latent_up is not None:
             out = self.latent_up(out)
-        if self.shared is not None:
-            out = out + self._shared(self.shared, hidden_TH, inputs.packing.rows)
+        if always is not None:
+            out = out + always
         return out, replace(routing, moved=self._moved(routing))
 
     def _moved(self, routing: Routing) -> Moved:

@@ -14,7 +14,14 @@ from torch import Tensor
 from core.kernels.permute import RowMap, map_rows, permute, permute_weights, unpermute
 from core.moe.dispatch.protocol import ExpertRows, Rows
 from core.moe.router import Routing
-from core.parallel.collectives import all_gather, all_gather_rows, all_to_all, all_to_all_equal, reduce_scatter_rows
+from core.parallel.collectives import (
+    all_gather,
+    all_gather_rows,
+    all_to_all,
+    all_to_all_equal,
+    reduce_scatter_rows,
+    start_all_to_all,
+)
 from core.parallel.groups import Groups
 
 
@@ -85,15 +92,18 @@ class AllToAllDispatcher:
         )
 
     def dispatch(self, rows: Rows, plan: AllToAllPlan) -> Rows:
-        """Two all-to-alls over ep, the rows and their weights, and as many all-gathers over etp."""
-
-        def send(x: Tensor) -> Tensor:
-            return all_gather_rows(all_to_all(x, plan.send_rows, plan.receive_rows, self.ep), plan.parts, self.etp)
-
-        return Rows(hidden=send(rows.hidden), weights=send(rows.weights))
+        """Two all-to-alls over ep, of the rows and of their weights, which are only begun; under etp as many all-gathers behind them."""
+        hidden, weights = (
+            start_all_to_all(x, plan.send_rows, plan.receive_rows, self.ep) for x in (rows.hidden, rows.weights)
+        )
+        if self.etp.size == 1:
+            return Rows(hidden=hidden.rows, weights=weights.rows, coming=(hidden, weights))
+        gathered = (all_gather_rows(part.finish(), plan.parts, self.etp) for part in (hidden, weights))
+        return Rows(hidden=next(gathered), weights=next(gathered))
 
     def dispatch_postprocess(self, rows: Rows, plan: AllToAllPlan) -> tuple[ExpertRows, AllToAllPlan]:
         """From (peer, expert) order, in which rows arrive, to (expert, peer) order, peers in the order of the ranks."""
+        rows = rows.arrived()
         counts = tuple(sum(column) for column in zip(*plan.arrived, strict=True))
         if len(plan.arrived) == 1:
             return ExpertRows(hidden_RH=rows.hidden, weights_R=rows.weights, counts=counts), plan

@@ -13,16 +13,25 @@ from typing import Protocol, TypeVar
 from torch import Tensor
 
 from core.moe.router import Routing
+from core.parallel.collectives import UnderWay
 
 PlanT = TypeVar("PlanT")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """Rows under way: hidden [R, H], and the router weight of each [R] float32."""
+    """Rows under way: hidden [R, H], and the router weight of each [R] float32. coming: what still fills them, None where they are there."""
 
     hidden: Tensor
     weights: Tensor
+    coming: tuple[UnderWay, UnderWay] | None = None
+
+    def arrived(self) -> Rows:
+        """The rows when they are there; called once, by the stage behind the communication."""
+        if self.coming is None:
+            return self
+        hidden, weights = (part.finish() for part in self.coming)
+        return Rows(hidden=hidden, weights=weights)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +51,7 @@ class Dispatcher(Protocol[PlanT]):
         ...
 
     def dispatch(self, rows: Rows, plan: PlanT) -> Rows:
-        """Communicate the rows to the ranks of their experts."""
+        """Communicate the rows to the ranks of their experts. What is computed between this and the next stage may hide it."""
         ...
 
     def dispatch_postprocess(self, rows: Rows, plan: PlanT) -> tuple[ExpertRows, PlanT]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import pytest
@@ -26,6 +26,7 @@ from core.config.mapping import DispatcherName, ParallelConfig
 from core.moe.balance import BalanceScope
 from core.moe.layer import MoELayer
 from core.moe.router import RouterInputs
+from core.parallel.baton import Baton
 from core.parallel.groups import Groups, groups_for, one_rank
 from tests.core.numbers import draw
 from tests.core.shares import Share, check_pieces, close, fill, gradients_of, pieces_of, place_on
@@ -180,3 +181,41 @@ def test_choices_that_look_at_a_whole_microbatch_are_those_of_one_rank_in_every_
     found = ranks.run(run_all, world, jobs, timeout_seconds=60.0)
     for i, job in enumerate(jobs):
         check([rank[i] for rank in found], job)
+
+
+@dataclass
+class _WaitLog(Baton):
+    """Stands where a wait for ep gives way to other work, and writes that one began."""
+
+    log: list[str] = field(default_factory=list)
+
+    def give_way(self) -> None:
+        self.log.append("wait")
+
+
+def order_of_work(rank: int, world: int) -> tuple[list[str], list[str]]:
+    """When the shared experts compute, and when the rank waits for rows on their way, forward and backward."""
+    parallel = ParallelConfig(ep=2)
+    log: list[str] = []
+    groups = groups_for(parallel)
+    groups = replace(groups, ep=replace(groups.ep, baton=_WaitLog(log=log)))
+    layer = MoELayer(MODEL, HIDDEN, 1.0, place_on(groups, parallel))
+    fill(layer)
+    assert layer.shared is not None
+    layer.shared.register_forward_hook(lambda module, args, out: log.append("shared"))
+    # The first product is the last of the MLP's backward.
+    layer.shared.gate_up.register_post_accumulate_grad_hook(lambda parameter: log.append("shared"))
+    x = draw(1, 5, HIDDEN).requires_grad_()
+    out, _ = layer(x, RouterInputs(packing=packing_of(None, 5, torch.device("cpu"), groups)))
+    forward = list(log)
+    log.clear()
+    out.sum().backward()
+    return forward, log
+
+
+def test_shared_experts_compute_while_rows_are_on_their_way_forward_and_backward(ranks: Ranks) -> None:
+    for forward, backward in ranks.run(order_of_work, 2):
+        # counts; rows and weights to the experts; outputs home
+        assert forward == ["wait", "shared", "wait", "wait", "wait"]
+        # gradients of outputs to the experts; those of rows and weights home
+        assert backward == ["wait", "shared", "wait", "wait"]

@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from core.config.architecture import Groups, Router, Score
+from core.attention.packing import packing_of
+from core.config.architecture import AuxLoss, ExpertBias, Groups, MoE, Router, Score
+from core.config.mapping import ParallelConfig
 from core.kernels.routing import (
     auxiliary_loss,
     auxiliary_loss_reference,
@@ -19,6 +21,11 @@ from core.kernels.routing import (
     route,
     route_reference,
 )
+from core.layers.place import Place
+from core.moe.balance import BalanceScope
+from core.moe.router import Router as RouterModule
+from core.moe.router import RouterInputs
+from core.parallel.groups import one_rank
 from tests.core.kernels.triton_case import kernels
 from tests.core.numbers import draw, leaf, near
 
@@ -207,3 +214,54 @@ def test_more_experts_than_a_tile_holds_and_float64_run_in_pieces(device: torch.
         expected, truth = route_reference(logits, router, 4)
         assert torch.equal(chosen.cpu(), expected) and weights.dtype == logits.dtype
         near(weights.cpu(), truth)
+
+
+@pytest.mark.parametrize("prescribed", [True, False])
+@pytest.mark.parametrize("score", SCORES)
+def test_a_router_gives_the_same_with_kernels(device: torch.device, score: Score, prescribed: bool) -> None:
+    """Experts, weights, every auxiliary loss and the gradient of the router's weight, with a bias, groups and padding."""
+    scopes = [AuxLoss(scope=scope, coefficient=0.1) for scope in ("microbatch", "sequence", "global_batch")]
+    config = Router(
+        score=score,
+        normalise=True,
+        scale=1.5,
+        groups=Groups(total=3, kept=2),
+        balance=(ExpertBias(rate=1e-3), *scopes),
+    )
+    hidden, weight, bias = draw(9, 14, 6, dtype=torch.float32), draw(10, 12, 6, dtype=torch.float32), coarse(11, 12) / 8
+    found = {}
+    for name in ("reference", "triton"):
+        groups = one_rank()
+        router = RouterModule(
+            MoE(experts=12, top_k=3, expert_ffn=8, router=config),
+            6,
+            init_std=1.0,
+            place=Place(groups=groups, parallel=ParallelConfig(), dtype=torch.float32, device=device),
+        )
+        with torch.no_grad():
+            router.weight.copy_(weight)
+            assert router.bias is not None
+            router.bias.copy_(bias)
+        valid = padding(14).to(device)
+        scope = BalanceScope(
+            sequence_T=(torch.arange(14, device=device) // 5), sequences=3, valid_T=valid, global_tokens=20, seen=None,
+            sequence=groups.sequence, tokens=groups.tokens,
+        )  # fmt: skip
+        given = torch.stack([torch.arange(14) % 12, (torch.arange(14) + 5) % 12, torch.full((14,), -1)], 1).to(device)
+        inputs = RouterInputs(
+            packing=packing_of(None, 14, device),
+            scope=scope,
+            valid_T=valid,
+            prescribed_TK=given if prescribed else None,
+        )
+        with kernels(name):
+            routing = router(hidden.to(device), inputs)
+            assert routing.balance is not None
+            losses = torch.stack(list(routing.balance.by_name.values()))
+            (losses.sum() + (routing.weights_TK * draw(12, 14, 3).to(routing.weights_TK)).sum()).backward()
+        assert router.weight.grad is not None
+        found[name] = [routing.experts_TK, routing.counts_E, routing.weights_TK, losses, router.weight.grad]
+    for plain, fused in zip(found["reference"][:2], found["triton"][:2], strict=True):
+        assert torch.equal(plain, fused)
+    for plain, fused in zip(found["reference"][2:], found["triton"][2:], strict=True):
+        near(fused.cpu(), plain.cpu(), units=16, least=1.0)

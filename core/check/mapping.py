@@ -6,13 +6,14 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from core.check.limits import check_limits
 from core.check.words import at_least, nearest, nearest_multiples, positive
 from core.config.architecture import GQA, Dense, ModelConfig, MoE
 from core.config.mapping import ParallelConfig
 from core.errors import ConfigError, Fault
 from core.pipeline.layout import layout_of
 
-DEGREES = ("tp", "cp", "pp", "ep", "etp", "vpp", "cp_alltoall", "fsdp_replicas")
+DEGREES = ("tp", "cp", "pp", "ep", "etp", "vpp", "cp_alltoall", "ep_per_node", "fsdp_replicas")
 # Why FSDP, which gathers and frees the parameters of one module after the other and takes gradients by hooks, refuses a schedule.
 AGAINST_FSDP = {
     "zero_bubble": "puts weight gradients off, past the hooks by which parallel.sharding=fsdp takes them",
@@ -37,6 +38,7 @@ def check_mapping(model: ModelConfig, parallel: ParallelConfig, ranks: int) -> t
             found += _broken(model, parallel, degree)
         found += _folds(model, parallel, ranks)
         found += _sharding(parallel, ranks)
+        found += check_limits(model, parallel)
     if min(parallel.pp, parallel.vpp) >= 1:
         found += _layout(model, parallel)
     return tuple(dict.fromkeys(found))

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from core.config.architecture import Balance, Dense, Layer, ModelConfig, MoE, Selection
+from core.config.architecture import Balance, Capacity, Dense, Layer, ModelConfig, MoE, Selection
+from core.config.capacity_text import CAPACITY_EXAMPLE, capacity_text, parse_capacity
 from core.config.router_text import (
     BALANCE_EXAMPLE,
     SELECTION_EXAMPLE,
@@ -61,6 +62,7 @@ class Form:
 
 FORMS = (
     Form(kind=tuple[Balance, ...], show=balance_text, read=parse_balance, example=BALANCE_EXAMPLE),
+    Form(kind=Capacity | None, show=capacity_text, read=parse_capacity, example=CAPACITY_EXAMPLE),
     Form(kind=Selection, show=selection_text, read=parse_selection, example=SELECTION_EXAMPLE),
 )
 PARTS = (

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from core.attention.packing import Packing
 from core.config.architecture import Capacity
-from core.kernels.routing import within_capacity
+from core.kernels.routing import occurrences, within_capacity
 from core.parallel.collectives import all_gather, all_gather_rows
 from core.parallel.groups import Group, Groups
 
@@ -63,7 +63,7 @@ def within_budget(experts_TK: Tensor, *, experts: int, top_k: int, budget: float
     """
     flat = experts_TK.flatten()
     to = torch.where(flat >= 0, torch.div(flat, experts // ep.size, rounding_mode="floor"), ep.size)
-    wanted = _counts(to, ep.size + 1)
+    wanted = occurrences(to, ep.size + 1)
     told = all_gather(torch.cat([wanted[:-1], wanted.new_full((1,), experts_TK.shape[0])])[None], ep)
     rows = torch.floor(told[:, -1].to(torch.float64) * (top_k * budget)).to(torch.int64)
     granted = _deal_out(rows, told[:, :-1])[ep.position]
@@ -72,11 +72,6 @@ def within_budget(experts_TK: Tensor, *, experts: int, top_k: int, budget: float
     place[order] = torch.arange(order.numel(), device=order.device) - (wanted.cumsum(0) - wanted)[to[order]]
     room = torch.cat([granted, granted.new_zeros(1)])
     return (place < room[to]).view_as(experts_TK)
-
-
-def _counts(index: Tensor, size: int) -> Tensor:
-    """How often each number below `size` occurs: int64. `torch.bincount` has a GPU's host wait for the largest."""
-    return torch.zeros(size, dtype=torch.int64, device=index.device).scatter_add_(0, index, torch.ones_like(index))
 
 
 def _deal_out(rows_D: Tensor, wanted_SD: Tensor) -> Tensor:

@@ -6,17 +6,18 @@ import re
 from collections import Counter
 from dataclasses import replace
 from math import gcd, lcm
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.attention.heads import check_heads
-from core.check import check, check_mapping
+from core.check import check, check_mapping, check_model
 from core.config.architecture import (
     GQA,
     MLA,
+    Capacity,
     Dense,
     Layer,
     ModelConfig,
@@ -27,7 +28,7 @@ from core.config.architecture import (
     Router,
     SharedExperts,
 )
-from core.config.mapping import ParallelConfig
+from core.config.mapping import LIMITS, DispatcherName, ParallelConfig
 from core.config.override import Assignment, override
 from core.config.precision import PrecisionConfig
 from core.config.run import CheckpointConfig, DataConfig, OptimizerConfig, RunConfig, TrainConfig
@@ -88,12 +89,50 @@ def with_layers(*layers: Layer) -> ModelConfig:
         (1, {"tp": 2, "cp": 101}, ["--ranks=1: must be a multiple of parallel.tp*cp*pp=202. Works: 202."]),
         (2, {"pp": 2, "vpp": 3, "layout": "Et|tt|m|L"}, ["parallel.vpp=3: the layout 'Et|tt|m|L' has 4 stages, 2 on each of parallel.pp=2 pipeline ranks. Works: 2, or 1, which takes it from the layout."]),
         (2, {"pp": 2, "layout": "Et|tt|mL"}, ["parallel.pp=2: the layout 'Et|tt|mL' has 3 stages, which 2 pipeline ranks cannot share evenly. Works: 1, or 3."]),
+        (4, {"ep": 4, "ep_per_node": 3, "dispatcher": "flex"}, ["parallel.ep_per_node=3: must divide parallel.ep=4. Works: 2 or 4."]),
+        (4, {"ep": 4, "ep_per_node": 2}, ["parallel.ep_per_node=2: is for parallel.dispatcher=flex, and here parallel.dispatcher=alltoall. Works: 1, or parallel.dispatcher=flex."]),
+        (1, {"ep_per_node": 0}, ["parallel.ep_per_node=0: must be positive. Works: 1 or more."]),
+        (1, {"expert_budget": -0.5}, ["parallel.expert_budget=-0.5: must be a positive number; none drops nothing. Works: none."]),
+        (1, {"expert_budget": float("nan")}, ["parallel.expert_budget=nan: must be a positive number; none drops nothing. Works: none."]),
     ],
 )  # fmt: skip
 def test_each_rule_says_both_settings_and_the_nearest_values_that_work(
     ranks: int, degrees: dict[str, Any], faults: list[str]
 ) -> None:
     assert said(ranks, **degrees) == faults
+
+
+def with_capacity(capacity: Capacity) -> ModelConfig:
+    return with_layers(replace(SPARSE, mlp=replace(EXPERTS, capacity=capacity)))
+
+
+def test_c10_a_dispatcher_does_what_the_table_of_limits_says_and_nothing_else() -> None:
+    padded, dropping = with_capacity(Capacity(factor=1.5, pad=True)), with_capacity(Capacity(factor=1.5))
+    for name in get_args(DispatcherName):
+        refused = bool(said(1, padded, dispatcher=name))
+        assert refused == ("pad" not in LIMITS[name])
+        assert bool(said(1, dropping, dispatcher=name)) == ("capacity" not in LIMITS[name])
+        assert bool(said(1, with_layers(SPARSE), dispatcher=name, expert_budget=1.5)) == ("budget" not in LIMITS[name])
+    assert said(1, padded, dispatcher="flex") == [
+        "parallel.dispatcher=flex: moves as many rows as are routed, and the pad of model.moe.capacity wants a fixed number. "
+        "Works: alltoall."
+    ]
+
+
+def test_a_budget_of_ranks_stands_alone_and_needs_experts() -> None:
+    assert said(1, with_capacity(Capacity(factor=1.5)), expert_budget=1.25) == [
+        "parallel.expert_budget=1.25: drops rows of a rank, and model.moe.capacity drops rows of an expert already. "
+        "Works: none, or model.moe.capacity=none."
+    ]
+    assert said(1, with_layers(DENSE), expert_budget=1.25) == [
+        "parallel.expert_budget=1.25: is for ranks of experts, and this model has none. Works: none."
+    ]
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_capacity_is_a_positive_number(factor: float) -> None:
+    (fault,) = check_model(with_capacity(Capacity(factor=factor)))
+    assert fault.setting == "model.moe.capacity" and "positive" in fault.rule
 
 
 def test_key_value_heads_that_tp_or_the_exchange_of_heads_would_cut_are_refused() -> None:
@@ -203,9 +242,9 @@ def layer(draw: st.DrawFn) -> Layer:
     if not draw(st.integers(0, 3)):
         return Layer(attention=attention, mlp=Dense(ffn=draw(st.sampled_from((1, 5, 23)))))
     shared = draw(st.sampled_from((None, SharedExperts(count=1), SharedExperts(count=3))))
-    moe = replace(
-        EXPERTS, experts=draw(st.sampled_from((4, 6, 12))), expert_ffn=draw(st.sampled_from((2, 5))), shared=shared
-    )
+    experts, ffn = draw(st.sampled_from((4, 6, 12))), draw(st.sampled_from((2, 5)))
+    capacity = draw(st.sampled_from((None, None, None, Capacity(factor=1.5), Capacity(factor=1.5, pad=True))))
+    moe = replace(EXPERTS, experts=experts, expert_ffn=ffn, shared=shared, capacity=capacity)
     return Layer(attention=attention, mlp=moe)
 
 
@@ -236,7 +275,9 @@ def any_run(draw: st.DrawFn) -> RunConfig:
         cp_alltoall=draw(DEGREE),
         layout=draw(st.one_of(st.none(), layouts(model), st.sampled_from(("EtL", "E(t|)*2", "tE|L", "")))),
         schedule=draw(st.sampled_from(("gpipe", "1f1b", "zero_bubble", "combined"))),
-        dispatcher=draw(st.sampled_from(("allgather", "alltoall"))),
+        dispatcher=draw(st.sampled_from(get_args(DispatcherName))),
+        ep_per_node=draw(st.sampled_from((1, 1, 1, 2, 3))),
+        expert_budget=draw(st.sampled_from((None, None, None, 1.5, 0.0))),
         sharding=draw(st.sampled_from(("zero1", "fsdp"))),
         fsdp_replicas=draw(st.sampled_from((1, 1, 2, 3))),
     )

@@ -10,11 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from core.config.architecture import AuxLoss, AuxScope, Balance, Router, Score, ZLoss
+from core.attention.packing import packing_of
+from core.config.architecture import AuxLoss, AuxScope, Balance, Capacity, MoE, Router, Score, ZLoss
 from core.config.mapping import ParallelConfig
 from core.kernels.routing import choose
 from core.moe.balance import BalanceLosses, BalanceScope, Load, balance_losses, moved_bias
+from core.moe.router import Router as RouterModule
+from core.moe.router import RouterInputs
 from core.parallel.groups import Group, groups_for, one_rank
+from tests.core.shares import fill, place_on
 from tests.ranks import Ranks
 
 SCOPES: tuple[AuxScope, ...] = ("microbatch", "sequence", "global_batch")
@@ -182,6 +186,28 @@ def test_b4_packed_documents_of_unequal_length_equal_the_same_documents_one_by_o
     torch.testing.assert_close(packed, alone, rtol=1e-12, atol=0)
     gradients = [torch.autograd.grad(loss, logits)[0] for loss in (packed, alone)]
     torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-15)
+
+
+@pytest.mark.parametrize("capacity", [Capacity(factor=1.25), Capacity(factor=1.25, pad=True), Capacity(factor=0.3)])
+@pytest.mark.parametrize("scope", SCOPES)
+def test_b6_capacity_and_padding_to_it_do_not_enter_the_loss(scope: AuxScope, capacity: Capacity) -> None:
+    """A skewed router: counted after drops or padding, its load would look balanced and the loss be one."""
+    config = router(AuxLoss(scope=scope, coefficient=1.0))
+    hidden = random_logits(23, 5)
+    packing = packing_of(torch.tensor([0, 9, 23]), 23, torch.device("cpu"))
+    found = []
+    for limit in (None, capacity):
+        moe = MoE(experts=6, top_k=2, expert_ffn=3, router=config, capacity=limit)
+        made = RouterModule(moe, 5, init_std=1.0, place=place_on())
+        fill(made)
+        with torch.no_grad():
+            made.weight[0] = 3.0 * hidden.mean(0)
+        routing = made(hidden, RouterInputs(packing=packing, scope=scope_of((9, 14), 23)))
+        assert routing.balance is not None
+        found.append(value_of(routing.balance, f"aux_{scope}"))
+        dropped = int((routing.experts_TK < 0).sum())
+        assert (dropped > 0) == (limit is not None)
+    assert found[0] == found[1] > 1.1
 
 
 def test_the_gradient_is_that_of_the_formula_with_the_counts_held_fixed() -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from core.config.architecture import GQA, MLA, Layer, ModelConfig, MoE
+from core.config.architecture import GQA, MLA, ExpertChoice, Layer, ModelConfig, MoE, QuantileBias, Sinkhorn
 from core.config.mapping import ParallelConfig
 from core.config.run import OptimizerConfig
 from core.moe.layer import MoELayer
@@ -66,11 +66,25 @@ def uncompressed(model: ModelConfig) -> ModelConfig:
     return replace(model, layers=tuple(layers), predict_ahead=None)
 
 
+def rerouted(**router: Any) -> ModelConfig:
+    """Mixtral's layers with a softmax router of other fields. Four experts that choose take exactly half of a microbatch's tokens."""
+    model = wide(mixtral())
+    layers = []
+    for layer in model.layers:
+        assert isinstance(layer.mlp, MoE)
+        changed = replace(layer.mlp.router, **{"score": "softmax", "balance": (Z_LOSS,), **router})
+        layers.append(replace(layer, mlp=replace(layer.mlp, router=changed)))
+    return replace(model, layers=tuple(layers))
+
+
 MODELS = {
     "mixtral": wide(mixtral((MICROBATCH_LOSS, SEQUENCE_LOSS, Z_LOSS))),
     "qwen3": wide(qwen3((GLOBAL_LOSS,))),
     "deepseek": wide(deepseek()),
     "uncompressed": uncompressed(wide(deepseek((SEQUENCE_LOSS,)))),
+    "sinkhorn": rerouted(selection=Sinkhorn()),
+    "expert choice": rerouted(selection=ExpertChoice()),
+    "quantile": rerouted(balance=(QuantileBias(ema=0.5), Z_LOSS)),
 }
 
 
@@ -108,6 +122,8 @@ CASES = {
         Case(model="qwen3", parallel=Parallel(ep=2), dtype=torch.bfloat16),
         Case(model="deepseek", parallel=Parallel(ep=2, dispatcher="allgather"), dtype=torch.float64),
         Case(model="mixtral", parallel=Parallel(etp=2)),
+        Case(model="expert choice", parallel=Parallel(cp=2, ep=2)),
+        Case(model="quantile", parallel=Parallel(cp=2, ep=2), dtype=torch.float64),
     ],
     4: [
         Case(model="mixtral", parallel=Parallel(tp=4)),
@@ -184,7 +200,9 @@ def _train(case: Case) -> Seen:
     chosen: list[torch.Tensor] = []
     for module in model.modules():
         if isinstance(module, MoELayer):
-            module.register_forward_hook(lambda module, given, made: chosen.append(made[1].experts_TK))
+            module.register_forward_hook(
+                lambda module, given, made: chosen.append(made[1].experts_TK[made[1].experts_TK >= 0])
+            )
     batches = tiny_microbatches(0, groups.dp.position, groups.dp.size, MICROBATCH, groups)
     with wire:
         train_step(model, optimizer, batches, rate=1e-3, groups=groups)

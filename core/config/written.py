@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from core.config.architecture import AuxLoss, Dense, ExpertBias, ModelConfig, MoE, ZLoss
+from core.config.architecture import AuxLoss, Dense, ExpertBias, ModelConfig, MoE, TopK, ZLoss
 from core.config.difference import config_differences
 from core.config.family import Family
 from core.config.published import cannot_write
@@ -14,7 +14,7 @@ from core.config.published import cannot_write
 def written_config(family: Family, model: ModelConfig) -> dict[str, Any]:
     """The config.json of `model` as a folder of `family`, proved by reading it back: what it has no field for is refused by name.
 
-    What training alone looks at (balance losses, jitter, capacity, first weights) need not be in it. Raises RequestError.
+    What training alone looks at (balance losses, jitter, selection, capacity, first weights) need not be in it. Raises RequestError.
     """
     config = family.huggingface.write_config(model)
     missing = config_differences(_used(family.huggingface.read_config(config)), _used(model))
@@ -36,5 +36,5 @@ def _used_mlp(mlp: Dense | MoE) -> Dense | MoE:
     # Of what keeps the load even, a bias is part of the weights; how fast it moved is not.
     kept = (balance for balance in mlp.router.balance if not isinstance(balance, AuxLoss | ZLoss))
     balance = tuple(replace(one, rate=0.0) if isinstance(one, ExpertBias) else one for one in kept)
-    router = replace(mlp.router, balance=balance, jitter=None, dtype="float32")
+    router = replace(mlp.router, balance=balance, jitter=None, dtype="float32", selection=TopK())
     return replace(mlp, capacity=None, router=router)

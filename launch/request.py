@@ -21,7 +21,7 @@ INIT = "--init"
 # And where its checkpoints are: elsewhere it would find none and begin again.
 KEPT_ON_RESUME = (
     *("model.", "data.", "train.seed", "train.sequence_tokens", "train.global_batch"),
-    "checkpoint.address",
+    *("train.forced_routing", "checkpoint.address"),
 )
 
 

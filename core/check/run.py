@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from core.check.mapping import check_mapping
 from core.check.model import check_model
 from core.check.words import above, at_least, nearest_multiples, positive
+from core.config.architecture import MoE
 from core.config.run import RunConfig
 from core.errors import Fault
 
@@ -37,6 +38,8 @@ def _train(run: RunConfig) -> Iterator[Fault]:
         rule = f"must be at most model.max_tokens={run.model.max_tokens}"
         works = f"{run.model.max_tokens} or less"
         yield Fault(setting="train.sequence_tokens", value=train.sequence_tokens, rule=rule, works=works)
+    if train.forced_routing is not None:
+        yield from _forced(run)
     model_parallel = parallel.tp * parallel.cp * parallel.pp
     if faults or model_parallel < 1 or run.ranks < 1 or run.ranks % model_parallel:
         return
@@ -46,6 +49,16 @@ def _train(run: RunConfig) -> Iterator[Fault]:
         rule = f"must be a multiple of train.microbatch={train.microbatch} times {replicas} data-parallel ranks"
         works = nearest_multiples(train.global_batch, together)
         yield Fault(setting="train.global_batch", value=train.global_batch, rule=rule, works=works)
+
+
+def _forced(run: RunConfig) -> Iterator[Fault]:
+    name = run.train.forced_routing
+    if not any(isinstance(layer.mlp, MoE) for layer in run.model.layers):
+        rule = "needs layers with experts to force tokens to"
+        yield Fault(setting="train.forced_routing", value=name, rule=rule, works="none")
+    elif name == "hot_rank" and run.parallel.ep == 1:
+        rule = "needs several ranks that share the experts, and parallel.ep=1"
+        yield Fault(setting="train.forced_routing", value=name, rule=rule, works="hot_expert, or a higher parallel.ep")
 
 
 def _optimizer(run: RunConfig) -> Iterator[Fault]:

@@ -13,6 +13,9 @@ from core.config.precision import PrecisionConfig
 IGNORE = -100
 
 ScheduleName = Literal["cosine", "wsd"]
+# Loads that routing can be forced to: all experts alike; one expert that every token goes to; that, and another one each step; the
+# experts of one rank before all others; half of the experts (those of the higher ranks) idle.
+WorkloadName = Literal["balanced", "hot_expert", "rotating", "hot_rank", "zero_load"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +24,8 @@ class TrainConfig:
 
     steps: where this run stops. schedule_steps: how long the learning-rate schedule is (None: as long as `steps`).
     eval_interval: steps between measurements of the validation loss, each over `eval_sequences` sequences.
-    sample_tokens: length of the generated sample before and after training.
+    sample_tokens: length of the generated sample before and after training. forced_routing: experts are dealt to the tokens in training
+    instead of chosen by the routers, to measure speed and memory under a known load; losses then mean nothing.
     """
 
     steps: int
@@ -33,6 +37,7 @@ class TrainConfig:
     eval_interval: int = 50
     eval_sequences: int = 32
     sample_tokens: int = 64
+    forced_routing: WorkloadName | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from core.config.flops import flops_per_token
 from core.config.run import RunConfig
 from core.data.loader import Loader
+from core.moe.replay import moe_layers
+from core.moe.workload import Workload
 from core.optim.protocol import Optimizer
 from core.optim.schedules import learning_rate
 from core.parallel.collectives import all_reduce_sum
@@ -19,7 +21,7 @@ from core.training.batch import to_device
 from core.training.evaluate import validation_loss
 from core.training.metrics import StepMetrics
 from core.training.step import StepResult, train_step
-from core.transformer.context import TokenBatch
+from core.transformer.context import BatchPosition, TokenBatch
 from core.transformer.stage import Stage
 
 
@@ -123,7 +125,22 @@ class Trainer:
         return self._metrics(step, before.tokens, result, rate, seconds, phases, validation)
 
     def _read(self, step: int) -> list[TokenBatch]:
-        return [to_device(microbatch, self.model) for microbatch in self.train.batches(step)]
+        """My microbatches of a step, which know what their random numbers hang on, and their experts where routing is forced."""
+        config, found = self.run.train, []
+        for microbatch in self.train.batches(step):
+            position = BatchPosition(seed=config.seed, step=step, first=microbatch.first)
+            forced = None
+            if config.forced_routing is not None:
+                forced = Workload(
+                    name=config.forced_routing,
+                    seed=position.seed,
+                    step=step,
+                    first=position.first,
+                    layers=moe_layers(self.run.model),
+                    ep=self.groups.ep.size,
+                )
+            found.append(replace(to_device(microbatch, self.model), position=position, prescribed=forced))
+        return found
 
     def _metrics(
         self,

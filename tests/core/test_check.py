@@ -90,6 +90,11 @@ CASES = [
     ("model.moe.router.groups.kept=0", "model.moe.router.groups.kept=0: must be positive"),
     ("model.moe.expert_ffn=-1", "model.moe.expert_ffn=-1: must be positive"),
     ("model.dense.ffn=0", "model.dense.ffn=0: must be positive"),
+    (
+        "model.moe.router.jitter=0",
+        "model.moe.router.jitter=0.0: must lie between 0 and 1, both excluded. Works: 0.01, or none.",
+    ),
+    ("model.moe.router.jitter=1.0", "model.moe.router.jitter=1.0: must lie between 0 and 1, both excluded"),
     ("model.moe.router.scale=0", "model.moe.router.scale=0.0: must be positive"),
     ("model.predict_ahead.depth=0", "model.predict_ahead.depth=0: must be positive"),
     ("model.norm.eps=-1", "model.norm.eps=-1.0: must be positive"),
@@ -116,6 +121,20 @@ def test_one_broken_rule_gives_one_fault_with_values_that_work(text: str, part: 
     (fault,) = faults(text)
     assert part in fault
     assert fault.startswith(text.split("=", maxsplit=1)[0])
+
+
+def test_a_hot_rank_needs_ranks_and_forced_routing_needs_experts() -> None:
+    assert faults("train.forced_routing=hot_rank") == faults("train.forced_routing=balanced") == []
+    (fault,) = faults("train.forced_routing=hot_rank", "parallel.ep=1")
+    assert fault.startswith(
+        "train.forced_routing=hot_rank: needs several ranks that share the experts, and parallel.ep=1"
+    )
+    dense = replace(RUN.model, layers=(Layer(attention=ATTENTION, mlp=Dense(ffn=8)),), predict_ahead=None)
+    forced = replace(RUN.train, forced_routing="balanced")
+    found = [
+        fault for fault in check(replace(RUN, model=dense, train=forced)) if fault.setting == "train.forced_routing"
+    ]
+    assert [fault.rule for fault in found] == ["needs layers with experts to force tokens to"]
 
 
 def test_top_k_beyond_the_experts_is_refused() -> None:

@@ -10,6 +10,7 @@ import pytest
 from core.errors import RequestError
 from core.training.insight import LayerInsight
 from core.training.metrics import MetricsWriter, SaveMetrics, StepMetrics
+from launch.describe import describe
 from launch.folder import RunFile, write_json, write_run
 from launch.report import write_report
 from launch.report_figures import smoothed
@@ -154,3 +155,14 @@ def test_layers_of_different_numbers_of_experts_and_many_layers_are_drawn(tmp_pa
             insight = {name: told(0.5, number) for name in load}
             writer.write(replace(a_step(number), expert_load=load, insight=insight))
     assert "Expert load by layer" in write_report(tmp_path).read_text()
+
+
+def test_a_run_of_forced_routing_says_that_its_losses_mean_nothing(tmp_path: Path) -> None:
+    planned = new_run(Request(settings=("train.forced_routing=hot_expert",)), FAMILY)
+    words = "forced (hot_expert): the run measures speed and memory, its losses mean nothing"
+    assert words in describe(planned, tmp_path) and "train.forced_routing" in describe(planned, tmp_path)
+    file = RunFile(run=planned.run, prepared="/p", identity="i", command=("launch",), versions={})
+    write_run(tmp_path, file)
+    text = write_report(tmp_path).read_text()
+    assert f"Routing was {words}." in text and f"<td>routing</td><td>{words}</td>" in text
+    assert "losses mean nothing" not in describe(new_run(Request(), FAMILY), tmp_path)

@@ -51,6 +51,17 @@ def test_a_global_batch_is_the_same_for_every_mapping(replicas: int, microbatch:
         assert joined(split, step, replicas=replicas, microbatch=microbatch, sequence=4, batch=12) == whole
 
 
+@pytest.mark.parametrize(("replicas", "microbatch"), mappings(12))
+def test_a_microbatch_knows_where_its_first_token_lies_in_the_global_batch(replicas: int, microbatch: int) -> None:
+    split = random_split([5, 31, 1, 2, 17, 40, 3, 3, 29])
+    [whole] = loader(split, sequence=4, batch=12, microbatch=12).batches(3)
+    for replica in range(replicas):
+        mine = loader(split, sequence=4, batch=12, microbatch=microbatch, replica=replica, replicas=replicas).batches(3)
+        for batch in mine:
+            end = batch.first + len(batch.tokens)
+            assert batch.tokens.tolist() == whole.tokens[batch.first : end].tolist()
+
+
 @given(documents=documents_strategy(), size=st.integers(1, 9), batch=st.integers(1, 7), seed=st.integers(0, 2**40))
 def test_every_epoch_has_every_window_once_whatever_the_batch(documents, size, batch, seed) -> None:
     windows = sum(len(document) for document in documents) // size

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.state.box import Box, whole
-from core.state.seed import normal, philox, stream_key, uniform
+from core.state.seed import normal, philox, stream_key, uniform, uniform_rows
 
 # Known-answer vectors of Random123 (kat_vectors, philox4x32-10): counter, key, words.
 VECTORS = (
@@ -149,3 +149,12 @@ def test_a_tensor_whose_row_numbers_would_collide_is_refused() -> None:
 def test_empty_pieces_are_empty(dimension: int, offset: int) -> None:
     shape = tuple(0 if d == dimension else 2 for d in range(4))
     assert normal(0, "x", Box(offset=(offset,) * 4, shape=shape)).shape == shape
+
+
+def test_rows_in_any_order_are_those_of_the_whole_matrix() -> None:
+    matrix = uniform(5, "x", whole((23, 7)), step=2)
+    rows = torch.tensor([22, 0, 3, 3])
+    assert torch.equal(uniform_rows(5, "x", rows, 7, step=2), matrix[rows])
+    far = torch.tensor([2**33 + 5])
+    assert torch.equal(uniform_rows(5, "x", far, 3), uniform(5, "x", Box(offset=(2**33 + 5, 0), shape=(1, 3))))
+    assert uniform_rows(5, "x", rows[:0], 7).shape == (0, 7)

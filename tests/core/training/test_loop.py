@@ -377,3 +377,32 @@ def test_the_rig_differs_between_seeds() -> None:
     for rig in rigs:
         rig.go()
     assert rigs[0].losses() != rigs[1].losses()
+
+
+def test_forced_routing_deals_the_whole_global_batch_evenly_and_tells_what_layers_do() -> None:
+    rig = Rig(run_of(mixtral(), steps=2, forced_routing="balanced"))
+    rig.go()
+    free = Rig(run_of(mixtral(), steps=2))
+    free.go()
+    for forced, own in zip(rig.metrics, free.metrics, strict=True):
+        assert {share for shares in forced.expert_load.values() for share in shares} == {0.25}
+        assert {layer.entropy for layer in forced.insight.values()} == {1.0}
+        assert all(layer.entropy < 1.0 and layer.logit_max > layer.logit_rms > 0 for layer in own.insight.values())
+    assert rig.metrics[0].loss != free.metrics[0].loss
+
+
+def test_jitter_in_training_hangs_on_seed_and_step_so_that_a_run_can_go_on(tmp_path: Path) -> None:
+    model = mixtral(())
+    layers = [
+        replace(layer, mlp=replace(layer.mlp, router=replace(layer.mlp.router, jitter=0.5)))  # type: ignore[union-attr]
+        for layer in model.layers
+    ]
+    run = run_of(replace(model, layers=tuple(layers)), steps=4)
+    whole, first, second = Rig(run), Rig(run), Rig(run)
+    whole.go()
+    first.go(stop_after=2, out=tmp_path)
+    second.go(second.restore(tmp_path), out=tmp_path)
+    assert first.losses() + second.losses() == whole.losses()
+    still = Rig(run_of(model, steps=4))
+    still.go()
+    assert still.metrics[0].loss != whole.metrics[0].loss

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core.kernels.backend import kernels_backend, wide_dtype
+from core.kernels.routing import occurrences
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,7 @@ def map_rows(experts_TK: Tensor, experts: int, *, multiple: int = 1, rows_per_ex
         return _padded_rows(flat, experts_TK.shape, experts, multiple, rows_per_expert)
     routed = flat >= 0
     key = torch.where(routed, flat, experts)
-    counts = torch.bincount(key, minlength=experts + 1)[:experts]
+    counts = occurrences(key, experts + 1)[:experts]
     total = int(counts.sum()) if experts_TK.numel() else 0
     order = torch.argsort(key, stable=True)
     row = torch.empty_like(order)
@@ -79,7 +80,7 @@ def map_rows(experts_TK: Tensor, experts: int, *, multiple: int = 1, rows_per_ex
 def _padded_rows(flat: Tensor, shape: torch.Size, experts: int, multiple: int, rows_per_expert: int | None) -> RowMap:
     """`map_rows` with rows of zeros behind those of every expert."""
     key = torch.where(flat >= 0, flat, experts)
-    routed = torch.bincount(key, minlength=experts + 1)
+    routed = occurrences(key, experts + 1)
     if rows_per_expert is None:
         counts = torch.div(routed[:experts] + multiple - 1, multiple, rounding_mode="floor") * multiple
         total = int(counts.sum()) if experts else 0

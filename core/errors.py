@@ -47,3 +47,7 @@ class DataError(RequestError):
 
 class CheckpointError(ZooError):
     """A checkpoint cannot be read or written: missing, damaged, half-written, for another model, or the disk is full."""
+
+
+class ParallelError(ZooError):
+    """Ranks that should work together do not: one does not answer, or what reaches another is not what was sent."""

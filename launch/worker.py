@@ -30,12 +30,14 @@ from ckpt.load import load
 from ckpt.save import Saving
 from ckpt.shelf.address import latest
 from ckpt.source import MODEL_PREFIX, OPTIMIZER_PREFIX
+from core.config.architecture import MoE
 from core.config.run import RunConfig
 from core.config.serial import run_to_json
 from core.data.loader import Loader
 from core.data.storage import TokenFiles, TokenSplit, open_tokens
 from core.data.tokenizer import load_tokenizer
 from core.errors import CheckpointError, ZooError
+from core.moe.dispatch.preflight import preflight
 from core.optim.make import make_optimizer
 from core.optim.protocol import Optimizer
 from core.parallel.collectives import all_reduce_sum
@@ -92,6 +94,7 @@ def train(out: Path, flag: StopFlag) -> None:
     run, groups, device = file.run, _groups(file.run), _device(file.run)
     data = open_tokens(Path(file.prepared), vocab=run.model.vocab)
     model = _model(out, file, groups, device)
+    _preflight(run, model)
     optimizer = make_optimizer(model, run.optimizer, groups, run.parallel)
     start = _restore(out, run, data, model, optimizer, groups)
     mine = torch.tensor([measure_matmul_rate(_dtype(run), device)], dtype=torch.float64, device=device)
@@ -277,6 +280,13 @@ def _model(out: Path, file: RunFile, groups: Groups, device: torch.device) -> St
     else:
         initialise(model, run.train.seed)
     return model
+
+
+def _preflight(run: RunConfig, model: Stage) -> None:
+    """See that tokens reach their experts on all ranks. Raises ParallelError naming the ranks where they do not."""
+    moe = next((layer.mlp for layer in run.model.layers if isinstance(layer.mlp, MoE)), None)
+    if moe is not None:
+        preflight(moe, moe.routed_width(run.model.hidden), model.place)
 
 
 def _loader(run: RunConfig, split: TokenSplit, groups: Groups) -> Loader:

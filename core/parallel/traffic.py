@@ -113,7 +113,8 @@ def expected_bytes(step: TrainingStep) -> dict[str, float]:
     """Bytes that a rank sends in a step by axis (names as in `core.parallel.groups.Groups`), the mean over the world.
 
     The copies of a parameter lie on `replicas`, `edp` or `embedding`. Axes over which nothing is sent are left out.
-    Raises ValueError for a sharding other than ZeRO-1.
+    Raises ValueError for a sharding other than ZeRO-1, and where the routing alone decides what is sent: with a dispatcher that
+    sends a token once to each rank, with a budget of the ranks, and with rows of zeros.
     """
     found: dict[str, float] = {}
     for exchange in exchanges(step):
@@ -125,6 +126,7 @@ def exchanges(step: TrainingStep) -> Iterator[Exchange]:
     """Everything that is sent in a step, layer by layer, then around the layers. Raises ValueError as `expected_bytes` does."""
     if step.parallel.sharding != "zero1":
         raise ValueError(f"there is no closed form for parallel.sharding={step.parallel.sharding}, only for zero1")
+    _check_routed(step)
     for _, layer in step.model.all_layers():
         yield from _attention(step, layer.attention)
         if isinstance(layer.mlp, Dense):
@@ -139,6 +141,20 @@ def exchanges(step: TrainingStep) -> Iterator[Exchange]:
     yield _pipeline(step)
     yield from _copies(step)
     yield from _reports(step)
+
+
+def _check_routed(step: TrainingStep) -> None:
+    """Whether the rows that travel are those of all choices, one each. Raises ValueError otherwise."""
+    parallel = step.parallel
+    if parallel.dispatcher not in ("allgather", "alltoall"):
+        raise ValueError(f"what parallel.dispatcher={parallel.dispatcher} sends is decided by the routing")
+    if parallel.expert_budget is not None:
+        raise ValueError(
+            f"what parallel.expert_budget={parallel.expert_budget} leaves to be sent is decided by the routing"
+        )
+    moes = (layer.mlp for _, layer in step.model.all_layers() if isinstance(layer.mlp, MoE))
+    if any(moe.capacity is not None and moe.capacity.pad for moe in moes):
+        raise ValueError("there is no closed form for model.moe.capacity with pad, which sends rows of zeros too")
 
 
 def _over_tp(step: TrainingStep, purpose: str, width: int, element_bytes: int | None = None) -> Exchange:

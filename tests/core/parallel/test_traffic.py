@@ -290,6 +290,12 @@ def test_a_purpose_is_told_for_every_byte() -> None:
     assert of_tp == {"attention", "mlp", "shared experts", "embedding", "head"}
 
 
+@pytest.mark.parametrize("parallel", [Parallel(ep=2, dispatcher="flex"), Parallel(ep=2, expert_budget=1.5)])
+def test_what_the_routing_decides_has_no_closed_form(parallel: ParallelConfig) -> None:
+    with pytest.raises(ValueError, match="decided by the routing"):
+        expected_bytes(Case(model="mixtral", parallel=parallel).step(2))
+
+
 def test_sharded_parameters_are_refused() -> None:
     with pytest.raises(ValueError, match=r"parallel\.sharding=fsdp"):
         expected_bytes(Case(model="mixtral", parallel=Parallel(sharding="fsdp")).step(2))

@@ -16,10 +16,12 @@ from core.config.architecture import (
     ModelConfig,
     MoE,
     MultiToken,
+    QuantileBias,
     RMSNorm,
     Rope,
     Router,
     SharedExperts,
+    Sinkhorn,
     Yarn,
     ZLoss,
 )
@@ -45,7 +47,9 @@ def a_run() -> RunConfig:
             ExpertBias(rate=1e-3),
             AuxLoss(scope="sequence", coefficient=0.1 + 0.2),
             ZLoss(coefficient=1e-300),
+            QuantileBias(ema=0.1 + 0.2),
         ),
+        selection=Sinkhorn(tolerance=1e-300, rounds=3),
     )
     moe = MoE(experts=9, top_k=2, expert_ffn=11, router=router, shared=SharedExperts(count=1))
     return RunConfig(

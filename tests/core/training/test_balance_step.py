@@ -115,7 +115,7 @@ def train_recomputing(case: Case) -> Trained:
     initialise(model, 7)
     for module in model.modules():
         if isinstance(module, Block):
-            module.forward = repeating(module)  # type: ignore[method-assign]
+            module.forward = repeating(module)  # type: ignore[method-assign, assignment]
     optimizer = make_optimizer(model, case.optimizer, groups, case.parallel)
     results = []
     for step in range(case.steps):
@@ -158,7 +158,7 @@ def test_b14_full_recomputation_and_four_microbatches_move_every_bias_once_by_th
     model = fresh(config)
     for block in model.modules():
         if isinstance(block, Block):
-            block.forward = repeating(block)  # type: ignore[method-assign]
+            block.forward = repeating(block)  # type: ignore[method-assign, assignment]
     optimizer = make_optimizer(model, Case(model=config).optimizer, one_rank(), ParallelConfig())
     batches = microbatches(0, microbatch=2)
     assert len(batches) == 4

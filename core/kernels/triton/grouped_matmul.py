@@ -28,7 +28,7 @@ _TILES = (
     (64, 64, 32, 4, 4),
 )
 # The interpreter has no shared memory to fill, but every size should be masked somewhere in a small test.
-_INTERPRETED = {"HIGH": 16, "WIDE": 16, "DEEP": 16, "EXACT": False}
+_INTERPRETED = {"HIGH": 32, "WIDE": 32, "DEEP": 32, "EXACT": False}
 
 
 def product(x_RC: Tensor, matrices: Tensor, ends_E: Tensor) -> Tensor:

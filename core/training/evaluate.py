@@ -12,14 +12,20 @@ from core.parallel.collectives import all_reduce_sum
 from core.parallel.groups import Groups
 from core.state.box import Box
 from core.state.seed import uniform
+from core.training.replay import Recording
 from core.training.work import run_microbatches
 from core.transformer.context import TokenBatch
 from core.transformer.stage import Stage
 
 
-def validation_loss(model: Stage, batches: Sequence[TokenBatch], groups: Groups) -> float:
-    """Mean cross-entropy per predicted token over all ranks' batches, nats. Every rank must bring equally many batches."""
-    loss = run_microbatches(model, batches, "loss").losses[0]
+def validation_loss(
+    model: Stage, batches: Sequence[TokenBatch], groups: Groups, recording: Recording | None = None
+) -> float:
+    """Mean cross-entropy per predicted token over all ranks' batches, nats. Every rank must bring equally many batches.
+
+    recording: is told what the routers choose.
+    """
+    loss = run_microbatches(model, batches, "loss", recording=recording).losses[0]
     # The ranks of tp, cp and pp have the same batches: one of them counts their labels.
     counts = groups.sequence.position == 0 and groups.pp.position == 0
     labels = sum(int((batch.labels != IGNORE).sum()) for batch in batches) if counts else 0

@@ -1,4 +1,12 @@
-"""Recording of what the routers choose, and microbatches that are told what they shall choose (report section 10.3)."""
+"""Recording of what the routers choose, and microbatches that are told what they shall choose (report section 10.3).
+
+recording = Recording()
+train_step(model, optimizer, batches, …, recording=recording)      # or run_microbatches, validation_loss
+write_replay(path, recording.whole(batches, model), model.config)
+
+replay = read_replay(path, model.config, first=…, tokens=…)        # or RouterReplay(experts=…) from an inference engine
+train_step(model, optimizer, [replayed(batch, replay, model)], …)
+"""
 
 from __future__ import annotations
 

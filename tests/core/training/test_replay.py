@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from core.config.architecture import Capacity, Dense, ModelConfig, MoE, MultiToken
+from core.config.architecture import Capacity, Dense, ExpertChoice, ModelConfig, MoE, MultiToken
 from core.config.mapping import ParallelConfig
 from core.errors import DataError
 from core.moe.replay import RouterReplay, moe_layers
@@ -127,7 +127,19 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
         assert torch.equal(tensor, other[name]), name
 
 
-@pytest.mark.parametrize("model", [mixtral(), qwen3(), deepseek()], ids=["mixtral", "qwen3", "deepseek"])
+def chosen_by_experts() -> ModelConfig:
+    """A token has any number of experts."""
+    model = mixtral(())
+    moe = model.layers[0].mlp
+    assert isinstance(moe, MoE)
+    router = replace(moe.router, score="softmax", normalise=False, selection=ExpertChoice())
+    return replace(model, layers=(replace(model.layers[0], mlp=replace(moe, router=router)),) * 2)
+
+
+MODELS = {"mixtral": mixtral(), "qwen3": qwen3(), "deepseek": deepseek(), "chosen by experts": chosen_by_experts()}
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_replaying_a_recorded_run_is_bitwise_that_run(model: ModelConfig, tmp_path: Path) -> None:
     job = Job(model=model, microbatch=4)
     recorded = run(job)

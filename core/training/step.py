@@ -156,9 +156,11 @@ def _reduced(model: Stage, sums: Sums, groups: Groups) -> _Reduced:
     parts += [sums.told.get(layer, zero.expand(2)).to("cpu", torch.float64) for layer in experts]
     summed = all_reduce_sum(torch.cat(parts).to(model.place.device), groups.world).cpu()
     losses, balance, *rows = summed.split([part.numel() for part in parts])
-    mine = torch.tensor([float(sums.largest.get(layer, zero)) for layer in experts], dtype=torch.float64)
     # Without MoE layers there is none to ask for.
-    largest = all_reduce_max(mine.to(model.place.device), groups.world).tolist() if experts else []
+    largest: list[float] = []
+    if experts:
+        none = zero.to(model.place.device)
+        largest = all_reduce_max(torch.stack([sums.largest.get(x, none) for x in experts]), groups.world).tolist()
     first, behind = len(experts), len(experts) + len(thresholds)
     return _Reduced(
         losses=losses.tolist(),

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from core.check.words import nearest
 from core.config.architecture import Capacity, ModelConfig, MoE
 from core.config.capacity_text import capacity_text
-from core.config.mapping import LIMITS, Limit, ParallelConfig
+from core.config.mapping import LIMITS, PACKAGES, Limit, ParallelConfig
+from core.config.run import RunConfig
 from core.errors import Fault
 
 
@@ -37,6 +38,15 @@ def check_limits(model: ModelConfig, parallel: ParallelConfig) -> Iterator[Fault
         if wanted and limit not in LIMITS[parallel.dispatcher]:
             works = " or ".join(name for name, limits in LIMITS.items() if all(x in limits for x in asked if asked[x]))
             yield Fault(setting="parallel.dispatcher", value=parallel.dispatcher, rule=told[limit], works=works)
+
+
+def check_package(run: RunConfig) -> Iterator[Fault]:
+    """Faults of a dispatcher that is a package of kernels, in what the run computes with."""
+    dispatcher, compute = run.parallel.dispatcher, run.precision.compute
+    if dispatcher in PACKAGES and compute != "bfloat16":
+        rule = f"is not what parallel.dispatcher={dispatcher} moves, which is bfloat16 alone"
+        works = "bfloat16, or parallel.dispatcher=flex"
+        yield Fault(setting="precision.compute", value=compute, rule=rule, works=works)
 
 
 def _nodes(parallel: ParallelConfig) -> Iterator[Fault]:

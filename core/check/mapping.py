@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from core.check.limits import check_limits
 from core.check.words import at_least, nearest, nearest_multiples, positive
 from core.config.architecture import GQA, Dense, ModelConfig, MoE
-from core.config.mapping import ParallelConfig
+from core.config.mapping import PACKAGES, ParallelConfig
 from core.errors import ConfigError, Fault
 from core.pipeline.layout import layout_of
 
@@ -73,7 +73,15 @@ def _rules(model: ModelConfig, parallel: ParallelConfig, degree: str) -> tuple[R
             return tuple(_divides("model.moe.experts", number) for number in experts) or (_one("spreads experts"),)
         case _:
             widths = sorted({moe.expert_ffn for moe in _moes(model) if moe.expert_ffn > 0})
-            return tuple(_at_most("model.moe.expert_ffn", width) for width in widths) or (_one("cuts experts"),)
+            narrow = tuple(_at_most("model.moe.expert_ffn", width) for width in widths) or (_one("cuts experts"),)
+            return (*narrow, *_whole_experts(parallel))
+
+
+def _whole_experts(parallel: ParallelConfig) -> Iterator[Rule]:
+    """Packages of kernels know no parts of an expert."""
+    if parallel.dispatcher in PACKAGES:
+        words = f"cuts experts, which parallel.dispatcher={parallel.dispatcher} takes whole"
+        yield Rule(words=words, holds=lambda n: n == 1, most=1)
 
 
 def _heads_over_tp(model: ModelConfig) -> Iterator[Rule]:

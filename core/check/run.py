@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from core.check.limits import check_package
 from core.check.mapping import check_mapping
 from core.check.model import check_model
 from core.check.words import above, at_least, nearest_multiples, positive
@@ -17,6 +18,7 @@ def check(run: RunConfig) -> tuple[Fault, ...]:
     found = [
         *check_model(run.model),
         *check_mapping(run.model, run.parallel, run.ranks),
+        *check_package(run),
         *_train(run),
         *_optimizer(run),
         *_data(run),

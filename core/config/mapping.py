@@ -5,14 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-DispatcherName = Literal["allgather", "alltoall", "flex"]
+DispatcherName = Literal["allgather", "alltoall", "flex", "deepep", "hybridep"]
 # What may be asked of a dispatcher: experts that drop (`capacity`) and are filled up (`pad`), ranks that drop (`budget`).
 Limit = Literal["capacity", "pad", "budget"]
 LIMITS: dict[DispatcherName, tuple[Limit, ...]] = {
     "allgather": ("capacity", "budget"),
     "alltoall": ("capacity", "pad", "budget"),
     "flex": ("capacity", "budget"),
+    "deepep": ("capacity", "budget"),
+    "hybridep": ("capacity", "budget"),
 }
+# Dispatchers that are packages of kernels: for GPUs, bfloat16, and experts that no etp cuts.
+PACKAGES: tuple[DispatcherName, ...] = ("deepep", "hybridep")
 ScheduleName = Literal["gpipe", "1f1b", "zero_bubble", "combined"]
 ShardingName = Literal["zero1", "fsdp"]
 

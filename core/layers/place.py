@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +16,24 @@ from core.parallel.groups import Groups
 from core.precision.matmul import deferring_linear, linear
 
 
+@dataclass(kw_only=True)
+class Shared:
+    """What all modules of a place use together, each thing made by the first that asks for it."""
+
+    made: dict[str, Any] = field(default_factory=dict)
+
+    def get(self, name: str, make: Callable[[], Any]) -> Any:
+        """The thing of this name."""
+        if name not in self.made:
+            self.made[name] = make()
+        return self.made[name]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Place:
     """This rank's groups, the mapping they follow, the dtype of parameters and the device that holds them.
 
-    later: where products put off their weight gradients, under a schedule that computes them apart.
+    later: where products put off their weight gradients, under a schedule that computes them apart. shared: communication buffers.
     """
 
     groups: Groups
@@ -26,6 +41,7 @@ class Place:
     dtype: torch.dtype
     device: torch.device
     later: Deferred | None = None
+    shared: Shared = field(default_factory=Shared, compare=False)
 
     def empty(self, *shape: int) -> Tensor:
         """An uninitialised tensor of this place."""

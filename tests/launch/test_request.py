@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from core.config.mapping import PACKAGES
 from core.config.run import RunConfig
 from core.errors import ConfigError
 from launch.describe import describe
@@ -181,3 +182,18 @@ def test_a_long_pipeline_is_cut_short_in_words() -> None:
     )
     text = describe(deep, Path("runs/x"))
     assert "rank 0: embedding, layers 0–6" in text and "rank 1: layers 7–8, loss" in text
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_a_dispatcher_of_gpu_kernels_is_refused_on_cpus_and_in_float32_and_with_cut_experts(name: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        plan(settings=(f"parallel.dispatcher={name}", "parallel.etp=2", "parallel.ep=1"))
+    assert (
+        f"parallel.dispatcher={name}: runs on GPUs alone, and --hw is cpu. Works: flex, alltoall or allgather."
+        in faults(error)
+    )
+    assert (
+        f"precision.compute=float32: is not what parallel.dispatcher={name} moves, which is bfloat16 alone."
+        in faults(error)
+    )
+    assert f"parallel.etp=2: cuts experts, which parallel.dispatcher={name} takes whole." in faults(error)

@@ -7,11 +7,13 @@ from core.config.mapping import DispatcherName
 from core.layers.place import Place
 from core.moe.dispatch.allgather import AllGatherDispatcher
 from core.moe.dispatch.alltoall import AllToAllDispatcher
+from core.moe.dispatch.deepep import DeepEPDispatcher
 from core.moe.dispatch.flex import FlexDispatcher
+from core.moe.dispatch.hybridep import HybridEPDispatcher
 from core.moe.dispatch.protocol import Dispatcher
 
 # Dispatchers that send a token to a rank once, however many of its experts are there.
-TOKEN_ONCE: tuple[DispatcherName, ...] = ("flex",)
+TOKEN_ONCE: tuple[DispatcherName, ...] = ("flex", "deepep", "hybridep")
 
 
 def make_dispatcher(config: MoE, place: Place, *, multiple: int = 1) -> Dispatcher:
@@ -27,6 +29,10 @@ def make_dispatcher(config: MoE, place: Place, *, multiple: int = 1) -> Dispatch
             return AllToAllDispatcher(experts, groups, multiple)
         case "flex":
             return FlexDispatcher(experts, groups, multiple)
+        case "deepep":
+            return DeepEPDispatcher(experts, place, multiple)
+        case "hybridep":
+            return HybridEPDispatcher(experts, place, multiple)
 
 
 def dispatcher_name(config: MoE, place: Place) -> DispatcherName:

@@ -114,7 +114,7 @@ def move(rank: int, job: Work, name: DispatcherName, groups: Groups) -> Moved:
     counts = torch.bincount(chosen.flatten() + 1, minlength=job.experts + 1)[1:]
     routing = Routing(experts_TK=chosen, weights_TK=weights, counts_E=counts, balance=None)
     dispatcher: Dispatcher = make_dispatcher(moe_of(job), place_on(groups, job.parallel), multiple=job.multiple)
-    if groups.ep.size > 1:
+    if groups.ep.size > 1 and name in KINDS:
         assert type(dispatcher) is KINDS[name]
     rows, plan = dispatcher.dispatch_preprocess(hidden, routing)
     rows = dispatcher.dispatch(rows, plan)

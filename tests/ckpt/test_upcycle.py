@@ -26,9 +26,10 @@ from ckpt.upcycle_options import (
     upcycled_model,
 )
 from core.attention.packing import packing_of
-from core.config.architecture import AuxLoss, Dense, ExpertBias, MoE, SharedExperts
+from core.config.architecture import AuxLoss, Dense, ExpertBias, MoE, SharedExperts, SquaredReLU
 from core.config.mapping import ParallelConfig
 from core.errors import ConfigError
+from core.moe.router import RouterInputs
 from core.state.box import Box, whole
 from core.state.seed import normal
 from core.transformer.fake import FakeStages
@@ -229,7 +230,7 @@ def test_a_token_uses_whole_copies_ties_included(llama: DenseSource, style: str)
     hidden = torch.randn(301, HIDDEN, generator=torch.Generator().manual_seed(3))
     hidden[7] = 0.0  # every expert has the same score
     packing = packing_of(None, 301, torch.device("cpu"), model.place.groups)
-    routing = router(hidden, packing, None)
+    routing = router(hidden, RouterInputs(packing=packing))
     chosen = routing.experts_TK.sort(dim=-1).values.view(301, 3, 2)
     assert bool((chosen[..., 0] % 2 == 0).all()) and torch.equal(chosen[..., 1], chosen[..., 0] + 1)
     assert routing.experts_TK[7].tolist() == [0, 1, 2, 3, 4, 5]
@@ -296,6 +297,13 @@ def test_bfloat16_stays_and_powers_of_two_lose_no_bit(tmp_path: Path) -> None:
     assert torch.equal(all_of(upcycled, DOWN)[4], all_of(dense, "model.layers.2.mlp.down")[:, :12])
     doubled = Upcycled(dense, OPTIONS)
     assert torch.equal(all_of(doubled, DOWN)[4], 2 * all_of(dense, "model.layers.2.mlp.down")[:, :12])
+
+
+def test_experts_have_the_activation_of_the_ffn_that_they_are_made_from(llama: DenseSource) -> None:
+    dense = llama.describe().model
+    ungated = tuple(replace(layer, mlp=replace(layer.mlp, activation=SquaredReLU())) for layer in dense.layers)
+    model = upcycled_model(replace(dense, layers=ungated), OPTIONS)
+    assert {layer.mlp.activation for layer in model.layers} == {SquaredReLU()}
 
 
 def test_the_style_brings_its_router_and_balancing(llama: DenseSource) -> None:

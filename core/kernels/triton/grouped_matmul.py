@@ -16,8 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 # Tiles of the result (HIGH rows, WIDE columns), how much of the sum is taken at a time, and warps and stages of the pipeline. Tensor
-# cores of Hopper and Blackwell want 64 rows at least for each of one or two groups of four warps; small tiles are for small pieces
-# and for float32, whose operands take twice the shared memory.
+# cores of Hopper and Blackwell want 64 rows at least for each of one or two groups of four warps; smaller ones are for small pieces.
 _TILES = (
     (128, 256, 64, 8, 3),
     (256, 128, 64, 8, 3),
@@ -25,8 +24,9 @@ _TILES = (
     (128, 128, 32, 4, 4),
     (64, 256, 64, 4, 4),
     (64, 128, 64, 4, 4),
-    (64, 64, 32, 4, 4),
 )
+# Float32 is multiplied without tensor cores, number by number: large tiles would take minutes to compile and not fit the registers.
+_TILES_OF_FLOAT32 = ((64, 64, 32, 4, 3), (128, 64, 16, 8, 3), (64, 128, 16, 8, 3))
 # The interpreter has no shared memory to fill, but every size should be masked somewhere in a small test.
 _INTERPRETED = {"HIGH": 32, "WIDE": 32, "DEEP": 32, "EXACT": False}
 
@@ -51,7 +51,7 @@ def product(x_RC: Tensor, matrices: Tensor, ends_E: Tensor) -> Tensor:
         # Every piece may end in a tile that it does not fill, and so may the rows of no piece.
         return ((triton.cdiv(rows, meta["HIGH"]) + experts) * triton.cdiv(width, meta["WIDE"]),)
 
-    kernel, sizes = _chosen(_product, _tuned_product, x_RC.device)
+    kernel, sizes = _chosen(_product, _tuned_product, x_RC)
     kernel[grid](
         x_RC, matrices, out, ends_E.contiguous(), rows, depth, width, experts, x_RC.stride(0), x_RC.stride(1),
         matrices.stride(0), matrices.stride(1), matrices.stride(2), PIECES=triton.next_power_of_2(experts + 1), **sizes,
@@ -74,7 +74,7 @@ def weight_gradient(grad_RN: Tensor, x_RC: Tensor, ends_E: Tensor) -> Tensor:
     def grid(meta: dict[str, Any]) -> tuple[int, int]:
         return triton.cdiv(width, meta["HIGH"]) * triton.cdiv(depth, meta["WIDE"]), experts
 
-    kernel, sizes = _chosen(_weight_gradient, _tuned_weight_gradient, x_RC.device)
+    kernel, sizes = _chosen(_weight_gradient, _tuned_weight_gradient, x_RC)
     kernel[grid](
         grad_RN, x_RC, out, ends_E.contiguous(), width, depth, grad_RN.stride(0), grad_RN.stride(1), x_RC.stride(0),
         x_RC.stride(1), **sizes,
@@ -89,26 +89,28 @@ def _check(a: Tensor, b: Tensor, ends_E: Tensor) -> None:
         raise ValueError(f"ends of pieces in {ends_E.dtype}: they must be int32")
 
 
-def _chosen(plain: Any, tuned: Callable[[], Any], device: torch.device) -> tuple[Any, dict[str, Any]]:
+def _chosen(plain: Any, tuned: Callable[[bool], Any], x: Tensor) -> tuple[Any, dict[str, Any]]:
     """The kernel and its tile, found by trying on the first call for a width and depth; a CPU tensor is for the interpreter."""
-    return (plain, _INTERPRETED) if device.type == "cpu" else (tuned(), {"EXACT": True})
+    if x.device.type == "cpu":
+        return plain, _INTERPRETED
+    return tuned(x.dtype == torch.float32), {"EXACT": True}
 
 
 @cache
-def _tuned_product() -> Any:
-    return triton.autotune(_configs(), key=["depth", "width", "experts"])(_product)
+def _tuned_product(float32: bool) -> Any:
+    return triton.autotune(_configs(float32), key=["depth", "width", "experts"])(_product)
 
 
 @cache
-def _tuned_weight_gradient() -> Any:
-    return triton.autotune(_configs(), key=["depth", "width"])(_weight_gradient)
+def _tuned_weight_gradient(float32: bool) -> Any:
+    return triton.autotune(_configs(float32), key=["depth", "width"])(_weight_gradient)
 
 
-def _configs() -> list[Any]:
+def _configs(float32: bool) -> list[Any]:
     """Those that ask for more than a device has are passed over by the autotuner."""
     return [
         triton.Config({"HIGH": high, "WIDE": wide, "DEEP": deep}, num_warps=warps, num_stages=stages)
-        for high, wide, deep, warps, stages in _TILES
+        for high, wide, deep, warps, stages in (_TILES_OF_FLOAT32 if float32 else _TILES)
     ]
 
 

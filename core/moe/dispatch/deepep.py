@@ -15,12 +15,12 @@ from torch import Tensor
 from core.kernels.permute import RowMap
 from core.layers.place import Place
 from core.moe.dispatch.expand import collect, expand, map_arrived
-from core.moe.dispatch.package import load_package
+from core.moe.dispatch.package import load_deep_ep
 from core.moe.dispatch.protocol import ExpertRows, Rows
 from core.moe.router import Routing
 from core.parallel.groups import Group
 
-INSTALL = "DeepEP from github.com/deepseek-ai/DeepEP"
+INSTALL = "DeepEP as its repository says"
 CALLS = {
     "Buffer": ("group", "num_nvl_bytes", "num_rdma_bytes"),
     "Buffer.get_dispatch_config": ("num_ranks",),
@@ -117,7 +117,7 @@ class DeepEPDispatcher:
 
 def _buffer(ep: Group, row_bytes: int) -> Any:
     """The package's buffers, as large as its own settings for so many ranks ask for. Every rank of ep makes them together."""
-    package: Any = load_package("deep_ep", CALLS, dispatcher="deepep", install=INSTALL)
+    package: Any = load_deep_ep(CALLS, dispatcher="deepep", install=INSTALL)
     settings = (package.Buffer.get_dispatch_config(ep.size), package.Buffer.get_combine_config(ep.size))
     nvlink = max(each.get_nvl_buffer_size_hint(row_bytes, ep.size) for each in settings)
     rdma = max(each.get_rdma_buffer_size_hint(row_bytes, ep.size) for each in settings)

@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core.layers.place import Place
-from core.moe.dispatch.package import load_package
+from core.moe.dispatch.package import load_deep_ep
 from core.moe.dispatch.protocol import ExpertRows, Rows
 from core.moe.router import Routing
 from core.parallel.collectives import all_reduce_max
 
-INSTALL = "DeepEP's branch hybrid-ep from github.com/deepseek-ai/DeepEP"
+INSTALL = "DeepEP as the branch hybrid-ep of its repository says"
 CALLS = {
     "HybridEPBuffer": ("group", "hidden_dim", "max_num_of_tokens_per_rank", "num_local_experts"),
     "HybridEPBuffer.dispatch_with_permute": (
@@ -83,7 +83,7 @@ class HybridEPDispatcher:
         """The package's buffer for tokens of this width; it grows by itself when more of them come."""
 
         def make() -> Any:
-            package: Any = load_package("deep_ep", CALLS, dispatcher="hybridep", install=INSTALL)
+            package: Any = load_deep_ep(CALLS, dispatcher="hybridep", install=INSTALL)
             return package.HybridEPBuffer(
                 group=self.ep.handle,
                 hidden_dim=hidden,

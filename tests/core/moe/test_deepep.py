@@ -13,7 +13,7 @@ from core.errors import RequestError
 from core.moe.dispatch.deepep import CALLS as DEEPEP_CALLS
 from core.moe.dispatch.hybridep import CALLS as HYBRIDEP_CALLS
 from core.moe.dispatch.make import make_dispatcher
-from core.moe.dispatch.package import load_package
+from core.moe.dispatch.package import load_deep_ep
 from core.moe.dispatch.preflight import preflight
 from core.moe.router import Routing
 from core.parallel.groups import groups_for
@@ -96,7 +96,7 @@ def test_a_package_that_is_not_installed_is_said_with_what_to_install_when_it_is
 ) -> None:
     for said in ranks.run(use, 2, name):
         assert said.startswith(f"parallel.dispatcher={name} needs the package deep_ep, which cannot be imported here")
-        assert "github.com/deepseek-ai/DeepEP" in said and "parallel.dispatcher=flex" in said
+        assert "Install DeepEP" in said and "parallel.dispatcher=flex" in said
 
 
 class OtherBuffer(Buffer):
@@ -120,10 +120,10 @@ class OtherBuffer(Buffer):
 )
 def test_an_interface_that_is_another_one_is_named_with_what_it_lacks(held: dict, calls: dict, said: str) -> None:
     with installed(**held), pytest.raises(RequestError, match=said):
-        load_package("deep_ep", calls, dispatcher="deepep", install="it")
+        load_deep_ep(calls, dispatcher="deepep", install="it")
 
 
 def test_both_published_interfaces_fit() -> None:
     with installed() as package:
         for calls in (DEEPEP_CALLS, HYBRIDEP_CALLS):
-            assert load_package("deep_ep", calls, dispatcher="deepep", install="it") is package
+            assert load_deep_ep(calls, dispatcher="deepep", install="it") is package

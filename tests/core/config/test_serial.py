@@ -8,9 +8,12 @@ import pytest
 from core.config.architecture import (
     GQA,
     MLA,
+    Activation,
     AuxLoss,
+    ClampedSwiGLU,
     Dense,
     ExpertBias,
+    GeGLU,
     Groups,
     Layer,
     ModelConfig,
@@ -22,6 +25,7 @@ from core.config.architecture import (
     Router,
     SharedExperts,
     Sinkhorn,
+    SquaredReLU,
     Yarn,
     ZLoss,
 )
@@ -85,6 +89,19 @@ def test_the_other_members_of_the_unions_come_back_as_themselves() -> None:
     model = replace(run.model, rope=Rope(theta=7.0), predict_ahead=None)
     other = replace(run, model=model, optimizer=OptimizerConfig(learning_rate=1.0, clip_norm=0.5))
     assert run_from_json(json.loads(json.dumps(run_to_json(other)))) == other
+
+
+@pytest.mark.parametrize(
+    "activation", [GeGLU(tanh=True), ClampedSwiGLU(limit=0.1 + 0.2, alpha=1.702, shift=-1.0), SquaredReLU()]
+)
+def test_every_activation_and_biases_come_back_as_themselves(activation: Activation) -> None:
+    run = a_run()
+    attention, moe = run.model.layers[-1].attention, run.model.layers[-1].mlp
+    assert isinstance(moe, MoE)
+    mlps = Dense(ffn=3, activation=activation), replace(moe, activation=activation, bias=True)
+    layers = tuple(Layer(attention=attention, mlp=mlp) for mlp in mlps)
+    run = replace(run, model=replace(run.model, layers=layers))
+    assert run_from_json(json.loads(json.dumps(run_to_json(run)))) == run
 
 
 def test_a_missing_entry_takes_its_default_and_a_needed_one_is_named() -> None:

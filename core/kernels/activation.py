@@ -130,9 +130,10 @@ def rounded_backward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The product's gradient, the activation made anew, and the gradient of weight_R, each rounded once to its operand's dtype.
 
-    Leaves grad_RF as it is. (Of kernels that is true as well: they write nothing but their results.)
+    Leaves grad_RF as it is.
     """
     if isinstance(activation, SwiGLU) and kernels_backend(product_RNF.device) == "triton":
+        # Unlike torch's form, the kernel writes nothing but its results.
         out = torch.empty_like(product_RNF)
         act, of_weight = activate_backward(grad_RF, product_RNF, activation, weight_R, out=out)
         return out, act, of_weight

@@ -61,7 +61,7 @@ def _asked_experts(asked: str, dtype: torch.dtype, device: torch.device, fits: b
     works = "fused_loop, or unset for what the device has"
     engine = importlib.util.find_spec("transformer_engine") is not None
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    # Whether it is installed and what to do otherwise, whether it runs on the device, and whether it takes the operands.
+    # Whether it is installed, whether it runs on the device, and whether it takes the operands.
     known: dict[ExpertsBackend, tuple[bool, bool, bool]] = {
         "fused_loop": (True, True, True),
         "grouped_mm": (True, True, fits and dtype != torch.float64),

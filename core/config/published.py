@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from core.config.architecture import ModelConfig, MoE, Rope, SwiGLU, Yarn
+from core.config.architecture import ModelConfig, Rope, Yarn
 from core.errors import ConfigError, Fault, RequestError
 
 # Fields that say how files, tokenizers, generation or training code behave; what the model computes does not depend on them.
@@ -227,16 +227,6 @@ def write_init(model: ModelConfig) -> dict[str, float]:
     """The standard deviations of a new model's weights; the embedding's own is a field of this zoo, absent where it has none."""
     own = {} if model.embedding_std is None else {EMBEDDING_STD: model.embedding_std}
     return {"initializer_range": model.init_std, **own}
-
-
-def require_swiglu(family: str, model: ModelConfig) -> None:
-    """Raises RequestError where an MLP has another activation, or biases: no published family of the zoo has a field for either."""
-    for layer in model.layers:
-        if not isinstance(layer.mlp.activation, SwiGLU):
-            name = type(layer.mlp.activation).__name__
-            raise cannot_write(family, f"its MLPs must be SwiGLU, where this model has {name}")
-        if isinstance(layer.mlp, MoE) and layer.mlp.bias:
-            raise cannot_write(family, "its experts have no biases")
 
 
 def cannot_write(family: str, why: str) -> RequestError:

@@ -19,7 +19,7 @@ from core.config.architecture import (
     SharedExperts,
     repeat,
 )
-from core.config.published import EMBEDDING_STD, Fields, cannot_write, read_rope, require_swiglu, write_init, write_rope
+from core.config.published import EMBEDDING_STD, Fields, cannot_write, read_rope, write_init, write_rope
 from core.state.published import ends, experts, frequencies, latent, norms, swiglu
 from core.state.rules import Derived, Rule, plain
 from models.deepseek_v3.architecture import LATENT_NORM, PREDICTION_WEIGHT, SEQUENCE_LOSS, router
@@ -62,7 +62,6 @@ class DeepSeekFolder:
 
     def write_config(self, model: ModelConfig) -> dict[str, Any]:
         """The config.json of `model`. Raises RequestError where DeepSeek-V3 cannot express it."""
-        require_swiglu("DeepSeek-V3", model)
         attention, dense, moe = _alike(model)
         groups = moe.router.groups or Groups(total=1, kept=1)
         losses = [b.coefficient for b in moe.router.balance if isinstance(b, AuxLoss)]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from core.config.architecture import GQA, AuxLoss, Layer, ModelConfig, MoE, RMSNorm, repeat
-from core.config.published import EMBEDDING_STD, Fields, cannot_write, read_rope, require_swiglu, write_init, write_rope
+from core.config.published import EMBEDDING_STD, Fields, cannot_write, read_rope, write_init, write_rope
 from core.state.published import ends, experts, frequencies, grouped_query, norms
 from core.state.rules import Derived, Part, Rule
 from models.mixtral.architecture import router
@@ -55,7 +55,6 @@ class MixtralFolder:
 
     def write_config(self, model: ModelConfig) -> dict[str, Any]:
         """The config.json of `model`. Raises RequestError where Mixtral cannot express it."""
-        require_swiglu("Mixtral", model)
         layer = model.layers[0]
         attention, moe = layer.attention, layer.mlp
         if not isinstance(attention, GQA) or attention.head_norm or not isinstance(moe, MoE) or moe.shared:

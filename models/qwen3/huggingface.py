@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from core.config.architecture import GQA, AuxLoss, Dense, Layer, ModelConfig, MoE, RMSNorm
-from core.config.published import EMBEDDING_STD, Fields, cannot_write, read_rope, require_swiglu, write_init, write_rope
+from core.config.published import EMBEDDING_STD, Fields, cannot_write, read_rope, write_init, write_rope
 from core.state.published import ends, experts, frequencies, grouped_query, norms, swiglu
 from core.state.rules import Derived, Rule, plain
 from models.qwen3.architecture import router
@@ -47,7 +47,6 @@ class Qwen3Folder:
 
     def write_config(self, model: ModelConfig) -> dict[str, Any]:
         """The config.json of `model`. Raises RequestError where Qwen3 cannot express it."""
-        require_swiglu("Qwen3", model)
         attention, moe, dense = _alike(model)
         losses = [b.coefficient for b in moe.router.balance if isinstance(b, AuxLoss)]
         return {

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import assume, given, settings
 
-from core.config.architecture import AuxLoss, GeGLU, Layer, ModelConfig, MoE, SquaredReLU, Yarn
+from core.config.architecture import AuxLoss, Layer, ModelConfig, MoE, Yarn
 from core.config.family import Family, Size, all_families, find_family
 from core.errors import ConfigError, RequestError
 from tests.models import oracle
@@ -307,27 +307,6 @@ def test_a_family_refuses_to_write_a_model_that_it_cannot_express() -> None:
                 if writer is not owner:
                     with pytest.raises(RequestError, match="cannot be written as a"):
                         writer.huggingface.write_config(size.model)
-
-
-@pytest.mark.parametrize("family", all_families(), ids=lambda family: family.name)
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        ({"activation": GeGLU(tanh=False)}, "its MLPs must be SwiGLU, where this model has GeGLU"),
-        ({"activation": SquaredReLU()}, "where this model has SquaredReLU"),
-        ({"bias": True}, "its experts have no biases"),
-    ],
-)
-def test_a_family_refuses_to_write_experts_that_it_has_no_field_for(
-    family: Family, change: dict[str, Any], why: str
-) -> None:
-    model = family.sizes[0].model
-    layers = tuple(
-        replace(layer, mlp=replace(layer.mlp, **change)) if isinstance(layer.mlp, MoE) else layer
-        for layer in model.layers
-    )
-    with pytest.raises(RequestError, match=f"cannot be written as a .* folder: .*{why}"):
-        family.huggingface.write_config(replace(model, layers=layers))
 
 
 def test_families_are_found_by_name_and_by_model_type() -> None:

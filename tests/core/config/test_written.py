@@ -6,7 +6,18 @@ from dataclasses import replace
 
 import pytest
 
-from core.config.architecture import AuxLoss, Capacity, ModelConfig, MoE, QuantileBias, SharedExperts, Sinkhorn, ZLoss
+from core.config.architecture import (
+    AuxLoss,
+    Capacity,
+    GeGLU,
+    ModelConfig,
+    MoE,
+    QuantileBias,
+    SharedExperts,
+    Sinkhorn,
+    SquaredReLU,
+    ZLoss,
+)
 from core.config.family import Family, all_families, find_family
 from core.config.written import written_config
 from core.errors import RequestError
@@ -45,6 +56,9 @@ def test_what_training_alone_looks_at_need_not_be_said(family: Family) -> None:
         ({"latent": 16}, "mlp.latent: none instead of 16"),
         ({"router_score": "sqrt_softplus"}, "router"),
         ({"router_balance": (QuantileBias(ema=0.5),)}, "router"),
+        ({"activation": GeGLU(tanh=False)}, r"mlp.activation: SwiGLU\(\) instead of GeGLU"),
+        ({"activation": SquaredReLU()}, "mlp.activation"),
+        ({"bias": True}, "mlp.bias: False instead of True"),
         ({"shared": SharedExperts(count=1, gated=True)}, "shared|experts alone"),
     ],
 )

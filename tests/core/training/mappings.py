@@ -71,7 +71,7 @@ MODELS = {
     "qwen3": wide_qwen3(),
     "deepseek": wide_deepseek(),
     "mixtral, dropping": dropping(wide_mixtral(), Capacity(factor=0.8)),
-    "deepseek, dropping": dropping(wide_deepseek(), Capacity(factor=1.0, drop="position")),
+    "deepseek, dropping": dropping(wide_deepseek(), Capacity(factor=1.0, drop="position", pad=True)),
 }
 # Layouts that the even one is not: uneven parts, empty ones, prediction modules on stages of their own. By parts.
 LAYOUTS = {
@@ -98,7 +98,7 @@ def dressed(parallel: ParallelConfig, model: str, replicas: int, draw: random.Ra
     found = replace(
         parallel,
         schedule=schedule,
-        dispatcher=draw.choice(("alltoall", "alltoall", "allgather")),
+        dispatcher=draw.choice(("alltoall", "flex", "allgather")),
         cp_alltoall=inner,
     )
     if draw.random() < 0.25:

@@ -106,7 +106,9 @@ def mapping_facts(run: RunConfig) -> Iterator[tuple[str, ...]]:
     """Both foldings, what every pipeline rank holds where there are several parts, and what is sharded: name and lines of each."""
     mesh, parallel = fold(run.parallel, run.ranks), run.parallel
     yield "attention", _folding(mesh.dense), *_groups(mesh.dense, "dp")
-    yield "experts", f"{_folding(mesh.expert)}, {parallel.dispatcher} dispatcher", *_groups(mesh.expert, "ep")
+    nodes = f", nodes of {parallel.ep_per_node} ranks" if parallel.ep_per_node > 1 else ""
+    dispatcher = f"{_folding(mesh.expert)}, {parallel.dispatcher} dispatcher{nodes}"
+    yield "experts", dispatcher, *_groups(mesh.expert, "ep")
     layout = layout_of(run.model, parallel)
     if len(layout.parts) > 1:
         stages = f" of {layout.virtual} virtual stages" if layout.virtual > 1 else ""

@@ -167,6 +167,9 @@ def test_a_plan_in_words_says_what_every_pipeline_rank_holds_and_what_is_sharded
     assert "pipeline     2 ranks of 2 virtual stages, schedule zero_bubble, layout E|t|t|L" in text
     assert "               rank 0: embedding | layer 1\n               rank 1: layer 0 | loss" in text
     assert "sharding     zero1: optimizer states over 4 ranks, of experts over 2" in text
+    settings = ("dispatcher=flex", "ep_per_node=2")
+    text = describe(plan(ranks=4, settings=tuple(f"parallel.{s}" for s in settings)), Path("runs/x"))
+    assert "experts      etp 1 × ep 2 × edp 2 × pp 1, flex dispatcher, nodes of 2 ranks" in text
     settings = ("sharding=fsdp", "fsdp_replicas=2")
     text = describe(plan(ranks=4, settings=tuple(f"parallel.{s}" for s in settings)), Path("runs/x"))
     assert "sharding     fsdp: parameters and optimizer states over 2 ranks, of experts over 1; 2 copies" in text

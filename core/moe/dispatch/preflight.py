@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from core.config.architecture import MoE
-from core.errors import ParallelError
+from core.errors import ParallelError, ZooError
 from core.layers.place import Place
 from core.moe.dispatch.make import dispatcher_name, make_dispatcher
 from core.moe.dispatch.protocol import ExpertRows
@@ -28,12 +28,13 @@ Stage = Literal["not begun", "dispatch_preprocess", "dispatch", "combine", "done
 
 @dataclass(kw_only=True)
 class Answer:
-    """How far a rank has come, with so many tokens. wrong: what went wrong there, or nothing."""
+    """How far a rank has come, with so many tokens. wrong: what went wrong there, or nothing; error: where it is the user's."""
 
     rank: int
     tokens: int
     stage: Stage = "not begun"
     wrong: str = ""
+    error: ZooError | None = None
 
     def __str__(self) -> str:
         told = self.wrong or ("has everything back" if self.stage == "done" else f"waits in {self.stage}")
@@ -44,7 +45,7 @@ def preflight(moe: MoE, width: int, place: Place, *, timeout_seconds: float = TI
     """Send a few tokens to their experts and back, on every rank of the world; nothing without ep.
 
     width: features of a token. Tokens come back multiplied by weights that add up to one: unchanged. Takes milliseconds where all is
-    well. Raises ParallelError that names the ranks that do not answer or have something else back, with their tokens.
+    well. Raises what the dispatcher says to the user, as of a package that is not installed, and ParallelError that names the ranks that do not answer or have something else back, with their tokens.
     """
     groups = place.groups
     if groups.ep.size == 1:
@@ -58,6 +59,8 @@ def preflight(moe: MoE, width: int, place: Place, *, timeout_seconds: float = TI
     what = f"tokens do not reach their experts (parallel.dispatcher={dispatcher_name(moe, place)}, parallel.ep={groups.ep.size})"
     told = _gather(mine, place, what, timeout_seconds)
     failed = [answer for answer in told if answer.wrong] or [answer for answer in told if answer.stage != "done"]
+    if mine.error is not None:
+        raise mine.error
     if failed:
         raise ParallelError(
             f"{what}: {_listed(failed)}. Of {len(told)} ranks {len(told) - len(failed)} have no fault of their own."
@@ -72,6 +75,8 @@ def _exchange(moe: MoE, width: int, place: Place, answer: Answer, finished: thre
             torch.cuda.set_device(place.device)
         with torch.no_grad():
             answer.wrong = _six_stages(moe, width, place, answer)
+    except ZooError as error:
+        answer.wrong, answer.error = str(error), error
     except Exception as error:
         answer.wrong = f"fails in {answer.stage}: {type(error).__name__}: {error}"
     finished.set()

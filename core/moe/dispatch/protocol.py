@@ -47,7 +47,7 @@ class Dispatcher(Protocol[PlanT]):
     """Six stages; every rank of the expert group runs all of them, with any number of tokens including none."""
 
     def dispatch_preprocess(self, hidden_TH: Tensor, routing: Routing) -> tuple[Rows, PlanT]:
-        """Bring the rows into sending order and agree on sizes; the host waits here, and nowhere else."""
+        """Bring the rows into sending order and agree on sizes, for which the host waits unless they are fixed beforehand."""
         ...
 
     def dispatch(self, rows: Rows, plan: PlanT) -> Rows:
@@ -55,7 +55,7 @@ class Dispatcher(Protocol[PlanT]):
         ...
 
     def dispatch_postprocess(self, rows: Rows, plan: PlanT) -> tuple[ExpertRows, PlanT]:
-        """Sort what arrived by local expert."""
+        """Sort what arrived by local expert; the host waits once more where only the arrived rows tell how many each expert has."""
         ...
 
     def combine_preprocess(self, rows_RH: Tensor, plan: PlanT) -> Tensor:

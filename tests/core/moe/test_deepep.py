@@ -78,6 +78,20 @@ def test_c7_the_small_exchange_before_training_passes_through_an_adapter(ranks: 
     ranks.run(try_package, 2, name)
 
 
+def try_without(rank: int, world: int, name: DispatcherName) -> None:
+    job = work(8, (1, 1))
+    place = place_on(groups_for(job.parallel), ParallelConfig(ep=2, dispatcher=name))
+    with pytest.raises(RequestError, match=f"parallel.dispatcher={name} needs the package deep_ep"):
+        preflight(moe_of(job), HIDDEN, place, timeout_seconds=10.0)
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_the_small_exchange_says_that_a_package_is_missing_as_the_users_mistake(
+    ranks: Ranks, name: DispatcherName
+) -> None:
+    ranks.run(try_without, 2, name)
+
+
 def use(rank: int, world: int, name: DispatcherName) -> str:
     """What the first dispatch says."""
     job = work(8, (1, 1))

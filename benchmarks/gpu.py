@@ -341,7 +341,13 @@ def _products(shape: Shape, rows: RowMap, normal: Callable[..., Tensor]) -> Iter
         ("... weight gradient", lambda: weight_gradient(grad, x, ends), grouped(grad.T, x), gradients, lambda: grad.T @ x),
     ):  # fmt: skip
         yield Case(
-            name=name, ours=ours_, peer=peer, reference=reference, bound=2 * _ROUNDED, operations=operations, dense=dense
+            name=name,
+            ours=ours_,
+            peer=peer,
+            reference=reference,
+            bound=2 * _ROUNDED,
+            operations=operations,
+            dense=dense,
         )
 
 

@@ -1,9 +1,9 @@
 """One MoE layer forward and backward on the CPU: ours against transformers' and a plain loop, on the same weights, in turn.
 
-The table gives medians of a pass, how much of ours the bare matrix products of the same shapes take, and the bytes that autograd keeps
-between forward and backward beside weights and input.
+The table gives medians of a pass, how much of it the bare matrix products of the same shapes take (each expert's on operands of its own),
+and the bytes that autograd keeps between forward and backward beside weights and input.
 
-    python -m benchmarks.moe_layer [--shape mixtral] [--dtype float32] [--rounds 7]
+    python -m benchmarks.moe_layer [--shape mixtral] [--dtype float32] [--tokens 2048] [--rounds 7]
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from core.moe.router import RouterInputs
 from core.parallel.groups import one_rank
 from core.state.inventory import initialise
 
-TOKENS, HIDDEN = 2048, 1024
+HIDDEN = 1024
 # Someone who takes longer than this for one pass stops taking turns: bfloat16 without processor support takes transformers minutes.
 BUDGET_SECONDS = 30.0
 FINE: dict[str, Any] = {"experts": 64, "top_k": 8}
@@ -76,33 +76,35 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, action="append")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), action="append")
+    parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=7)
     given = parser.parse_args()
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(cores)
     print(
-        f"torch {torch.__version__}, {cores} cores, {torch.backends.cpu.get_cpu_capability()}, {TOKENS} tokens of {HIDDEN}"
+        f"torch {torch.__version__}, {cores} cores, {torch.backends.cpu.get_cpu_capability()}, {given.tokens} tokens of {HIDDEN}"
     )
     print("layer\tdtype\twho\tms\tof ours\tproducts\tkept MiB")
     for dtype in given.dtype or ("float32", "bfloat16"):
         for shape in given.shape or SHAPES:
-            show(shape, dtype, given.rounds)
+            show(shape, dtype, given.tokens, given.rounds)
 
 
-def show(shape: str, dtype_name: str, rounds: int) -> None:
+def show(shape: str, dtype_name: str, tokens: int, rounds: int) -> None:
     """The lines of one layer in one dtype."""
     dtype = getattr(torch, dtype_name)
     layer = our_layer(SHAPES[shape], dtype)
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(TOKENS, HIDDEN, generator=generator).to(dtype).requires_grad_()
-    arrives = torch.randn(TOKENS, HIDDEN, generator=generator).to(dtype)
-    sides = {"ours": ours(layer), "plain loop": plain_loop(layer)}
+    x = torch.randn(tokens, HIDDEN, generator=generator).to(dtype).requires_grad_()
+    arrives = torch.randn(tokens, HIDDEN, generator=generator).to(dtype)
+    sides = {"ours": ours(layer, tokens), "plain loop": plain_loop(layer, tokens)}
     sides |= {f"transformers {kind}": transformers(shape, layer, kind) for kind in ("eager", "grouped_mm")}
     times, outputs = take_turns(sides, x, arrives, rounds)
     for name, out in outputs.items():
         error = float((out - outputs["ours"]).abs().max() / outputs["ours"].abs().max())
         assert error < (1e-4 if dtype == torch.float32 else 0.05), f"{name} computes another layer: {error:g}"
-    products = bare_seconds(record_products(lambda: float(sides["ours"].step(x, arrives).sum())), dtype)
+    shapes = record_products(lambda: float(sides["ours"].step(x, arrives).sum()))
+    products = bare_seconds(shapes, dtype, sets=SHAPES[shape].experts)
     mine = statistics.median(times["ours"])
     for name, side in sides.items():
         seconds = statistics.median(times[name])
@@ -158,15 +160,15 @@ def our_layer(config: MoE, dtype: torch.dtype) -> MoELayer:
     return layer
 
 
-def ours(layer: MoELayer, tokens: int = TOKENS) -> Side:
+def ours(layer: MoELayer, tokens: int) -> Side:
     """The layer as a run calls it."""
     inputs = RouterInputs(packing=packing_of(None, tokens, layer.router.weight.device))
     return Side(forward=lambda x: layer(x, inputs)[0], parameters=tuple(layer.parameters()))
 
 
-def plain_loop(layer: MoELayer) -> Side:
+def plain_loop(layer: MoELayer, tokens: int) -> Side:
     """A loop over experts in plain torch, with the layer's own routing: what one would write first and carefully."""
-    inputs = RouterInputs(packing=packing_of(None, TOKENS, torch.device("cpu")))
+    inputs = RouterInputs(packing=packing_of(None, tokens, torch.device("cpu")))
 
     def forward(x: Tensor) -> Tensor:
         routing = layer.router(x, inputs)

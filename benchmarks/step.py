@@ -235,16 +235,24 @@ def record_products(step: Step) -> Counter[tuple[int, int, int]]:
     return seen.shapes
 
 
-def bare_seconds(shapes: Counter[tuple[int, int, int]], dtype: torch.dtype) -> float:
-    """The time of those products alone, operands ready, median of three; in the dtype in which this machine can do them."""
+def bare_seconds(shapes: Counter[tuple[int, int, int]], dtype: torch.dtype, *, sets: int = 1) -> float:
+    """The time of those products alone, operands ready, median of three; in the dtype in which this machine can do them.
+
+    sets: so many different operands of each shape take turns. One stays in the processor's cache; those of many experts do not.
+    """
     work = torch.float32 if matmul_backend(dtype, torch.device("cpu")) == "float32" else dtype
-    operands = {s: (torch.randn(s[0], s[1]).to(work), torch.randn(s[1], s[2]).to(work)) for s in shapes}
-    results = {s: torch.empty(s[0], s[2], dtype=work) for s in shapes}
+
+    def operands(shape: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
+        m, k, n = shape
+        return torch.randn(m, k).to(work), torch.randn(k, n).to(work), torch.empty(m, n, dtype=work)
+
+    held = {shape: [operands(shape) for _ in range(min(sets, count))] for shape, count in shapes.items()}
 
     def products() -> None:
         for shape, count in shapes.items():
-            for _ in range(count):
-                torch.mm(*operands[shape], out=results[shape])
+            for i in range(count):
+                a, b, out = held[shape][i % len(held[shape])]
+                torch.mm(a, b, out=out)
 
     return statistics.median(_seconds(products) for _ in range(3))
 

@@ -15,10 +15,3 @@ def logit_size(logits_TE: Tensor, valid_T: Tensor | None) -> Tensor:
     if seen.numel() == 0:
         return seen.new_zeros(2)
     return torch.stack([seen.square().sum(), seen.abs().amax()])
-
-
-@torch.no_grad()
-def lost_choices(experts_TK: Tensor, chosen_TK: Tensor | None) -> Tensor:
-    """How many choices found no room: int64 scalar. chosen_TK: the experts before any was dropped, None where none is."""
-    routed = experts_TK.new_zeros(()) if chosen_TK is None else (experts_TK >= 0).sum()
-    return routed if chosen_TK is None else (chosen_TK >= 0).sum() - routed

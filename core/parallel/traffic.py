@@ -353,7 +353,7 @@ def _reports(step: TrainingStep) -> Iterator[Exchange]:
     kinds = [(balance, moe.experts) for moe in moes for balance in moe.router.balance]
     balances = sum(isinstance(balance, (AuxLoss, ZLoss)) for balance, _ in kinds)
     quantiles = sum(experts + 1 for balance, experts in kinds if isinstance(balance, QuantileBias))
-    numbers = 1 + ahead + balances + quantiles + sum(moe.experts + 2 for moe in moes)
+    numbers = 1 + ahead + balances + quantiles + sum(moe.experts + 3 for moe in moes)
     everywhere = 2 * (step.world - 1) * _COUNT_BYTES
     yield Exchange(axis="world", purpose="losses and choices", sent_bytes=everywhere * numbers)
     yield Exchange(axis="world", purpose="largest logits", sent_bytes=everywhere * len(moes))

@@ -1,4 +1,4 @@
-"""How a layer's experts are used in a step: out of sums over the global batch, so the same under every mapping (but for rank_load)."""
+"""How a layer's experts are used in a step: out of sums over the global batch, so the same under every mapping (but for rank_load and saved)."""
 
 from __future__ import annotations
 
@@ -12,26 +12,28 @@ class LayerInsight:
     """One MoE layer over a global batch.
 
     entropy: of the shares of the experts in what is routed, over its largest value: 1 where all have as much, 0 where one has all.
-    dropped: share of the choices that found no room. rank_load: rows of the busiest rank of ep over the mean of all. logit_max,
+    dropped: share of the choices that found no room. saved: share of the routed rows that did not travel, because their token had been
+    sent to that rank for another expert; it depends on ep and dispatcher. rank_load: rows of the busiest rank of ep over the mean of all. logit_max,
     logit_rms: the largest absolute value of the router's logits, and the root of their mean square.
     """
 
     entropy: float
     dropped: float
+    saved: float
     rank_load: float
     logit_max: float
     logit_rms: float
 
 
-def insight_of(
-    counts: Sequence[int], *, lost: float, squares: float, largest: float, tokens: int, ep: int
-) -> LayerInsight:
-    """counts: choices per expert of what is routed. lost: choices that were not. squares: sum over the squared logits of `tokens`
-    tokens. ep: ranks that share the experts. Zeros where nothing is routed."""
+def insight_of(counts: Sequence[int], *, told: Sequence[float], largest: float, tokens: int, ep: int) -> LayerInsight:
+    """counts: choices per expert of what is routed. told: choices that were not, rows that did not travel, and the sum over the squared
+    logits of `tokens` tokens. ep: ranks that share the experts. Zeros where nothing is routed."""
     routed = sum(counts)
+    lost, saved, squares = told
     return LayerInsight(
         entropy=_entropy(counts),
         dropped=lost / max(1.0, lost + routed),
+        saved=saved / max(1, routed),
         rank_load=_busiest(counts, ep) * ep / max(1, routed),
         logit_max=largest,
         logit_rms=math.sqrt(squares / max(1, tokens * len(counts))),

@@ -153,7 +153,7 @@ def _reduced(model: Stage, sums: Sums, groups: Groups) -> _Reduced:
     ]
     parts += [sums.counts.get(layer, zero.expand(n)).to("cpu", torch.float64) for layer, n in experts.items()]
     parts += [sums.quantiles.get(layer, zero.expand(n + 1)).to("cpu", torch.float64) for layer, n in thresholds.items()]
-    parts += [sums.told.get(layer, zero.expand(2)).to("cpu", torch.float64) for layer in experts]
+    parts += [sums.told.get(layer, zero.expand(3)).to("cpu", torch.float64) for layer in experts]
     summed = all_reduce_sum(torch.cat(parts).to(model.place.device), groups.world).cpu()
     losses, balance, *rows = summed.split([part.numel() for part in parts])
     # Without MoE layers there is none to ask for.
@@ -175,9 +175,8 @@ def _reduced(model: Stage, sums: Sums, groups: Groups) -> _Reduced:
 def _insight(reduced: _Reduced, counts: Mapping[str, list[int]], tokens: int, ep: int) -> dict[str, LayerInsight]:
     found = {}
     for layer, row in counts.items():
-        lost, squares = reduced.told[layer].tolist()
-        largest = reduced.largest[layer]
-        found[layer] = insight_of(row, lost=lost, squares=squares, largest=largest, tokens=tokens, ep=ep)
+        told, largest = reduced.told[layer].tolist(), reduced.largest[layer]
+        found[layer] = insight_of(row, told=told, largest=largest, tokens=tokens, ep=ep)
     return found
 
 

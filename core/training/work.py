@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from core.moe.balance import Load
-from core.moe.insight import lost_choices
 from core.moe.router import Routing
 from core.pipeline.runtime import Pipeline, execute
 from core.pipeline.schedule import forward_only, make_schedule
@@ -58,9 +57,12 @@ class Sums:
 
     def _tell(self, layer: str, routing: Routing) -> None:
         """Add what is worth telling of one layer in one microbatch."""
-        assert routing.logit_size is not None, "routers tell how large their logits are"
+        moved = routing.moved
+        assert routing.logit_size is not None and moved is not None, (
+            "layers tell how large logits are, and what became of rows"
+        )
         squares, largest = routing.logit_size.to(torch.float64)
-        told = torch.stack([lost_choices(routing.experts_TK, routing.chosen_TK).to(torch.float64), squares])
+        told = torch.stack([moved.dropped.to(squares), moved.saved.to(squares), squares])
         self.told[layer] = self.told[layer] + told if layer in self.told else told
         self.largest[layer] = torch.maximum(self.largest[layer], largest) if layer in self.largest else largest
 

@@ -102,7 +102,7 @@ def test_times_are_read_in_their_two_largest_units(seconds: float, text: str) ->
 
 def test_drops_are_told_where_there_are_some_of_the_layer_with_most() -> None:
     def layer(dropped: float) -> LayerInsight:
-        return LayerInsight(entropy=1.0, dropped=dropped, rank_load=1.0, logit_max=1.0, logit_rms=1.0)
+        return LayerInsight(entropy=1.0, dropped=dropped, saved=0.5, rank_load=1.0, logit_max=1.0, logit_rms=1.0)
 
     full = replace(step(1), insight={"layers.0": layer(0.125), "layers.1": layer(0.0312)})
     lines = shown(False, 2, full, replace(step(2), insight={"layers.0": layer(0.0)}))

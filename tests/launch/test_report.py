@@ -50,7 +50,7 @@ def a_step(number: int) -> StepMetrics:
 
 def told(entropy: float, number: int) -> LayerInsight:
     largest = float("nan") if number == 3 else 7.0
-    return LayerInsight(entropy=entropy, dropped=0.25, rank_load=1.5, logit_max=largest, logit_rms=2.0)
+    return LayerInsight(entropy=entropy, dropped=0.25, saved=0.5, rank_load=1.5, logit_max=largest, logit_rms=2.0)
 
 
 @pytest.mark.parametrize("steps", [1, 301])

@@ -12,7 +12,8 @@ import torch
 
 from core.config.architecture import Capacity, ModelConfig, MoE
 from core.config.mapping import ParallelConfig
-from core.moe.insight import logit_size, lost_choices
+from core.moe.dispatch.counts import count_moved
+from core.moe.insight import logit_size
 from core.moe.router import Routing
 from core.state.inventory import initialise
 from core.training.insight import LayerInsight, insight_of
@@ -23,7 +24,7 @@ from tests.ranks import Ranks
 
 
 def insight(counts: Sequence[int], *, lost: float = 0, ep: int = 1) -> LayerInsight:
-    return insight_of(counts, lost=lost, squares=0, largest=0, tokens=1, ep=ep)
+    return insight_of(counts, told=(lost, 0, 0), largest=0, tokens=1, ep=ep)
 
 
 def test_entropy_is_one_for_an_even_load_and_zero_for_one_expert_that_has_all() -> None:
@@ -49,7 +50,7 @@ def test_the_busiest_rank_is_measured_against_the_mean_of_all() -> None:
 
 
 def test_a_layer_to_which_nothing_was_routed_has_zeros() -> None:
-    assert set(asdict(insight_of([0, 0], lost=0, squares=0, largest=0, tokens=0, ep=2)).values()) == {0.0}
+    assert set(asdict(insight_of([0, 0], told=(0, 0, 0), largest=0, tokens=0, ep=2)).values()) == {0.0}
 
 
 def test_logits_of_padding_do_not_count_and_no_token_is_no_logit() -> None:
@@ -64,8 +65,17 @@ def test_logits_of_padding_do_not_count_and_no_token_is_no_logit() -> None:
 def test_what_found_no_room_is_counted_and_padding_is_not() -> None:
     before = torch.tensor([[0, 1], [2, 0], [-1, -1]])
     after = torch.tensor([[0, -1], [-1, -1], [-1, -1]])
-    assert int(lost_choices(after, before)) == 3
-    assert int(lost_choices(before, None)) == 0
+    full = count_moved(after, before, experts_per_rank=2, token_once=False)
+    assert (int(full.routed), int(full.dropped), int(full.saved)) == (1, 3, 0)
+    assert int(count_moved(before, None, experts_per_rank=2, token_once=False).dropped) == 0
+
+
+def test_c10_rows_that_did_not_travel_are_told_where_a_token_goes_once_to_a_rank() -> None:
+    """Experts 0 and 1 lie on one rank, 2 and 3 on another: one row of each of two tokens is saved."""
+    chosen = torch.tensor([[0, 1, 2], [3, 2, -1], [-1, -1, -1]])
+    moved = count_moved(chosen, None, experts_per_rank=2, token_once=True)
+    assert (int(moved.routed), int(moved.saved)) == (5, 2)
+    assert insight_of([1, 1, 2, 1], told=(0, 2, 0), largest=0, tokens=2, ep=2).saved == pytest.approx(2 / 5)
 
 
 def tight(model: ModelConfig) -> ModelConfig:
@@ -140,7 +150,7 @@ def test_every_mapping_tells_the_same(
             assert set(result.insight) == set(expected)
             for layer, told in result.insight.items():
                 rank_load = _rank_load(result.expert_counts[layer], parallel.ep)
-                wanted = replace(expected[layer], rank_load=rank_load)
+                wanted = replace(expected[layer], rank_load=rank_load, saved=told.saved)
                 assert asdict(told) == pytest.approx(asdict(wanted), rel=1e-9), (name, parallel, layer)
 
 

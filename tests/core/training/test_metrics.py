@@ -128,8 +128,8 @@ def test_metrics_need_no_torch() -> None:
 
 
 def test_what_layers_tell_of_their_experts_is_in_the_file_and_a_curve_each(tmp_path: Path) -> None:
-    calm = LayerInsight(entropy=0.75, dropped=0.0, rank_load=1.5, logit_max=float("inf"), logit_rms=2.0)
-    full = LayerInsight(entropy=0.5, dropped=0.25, rank_load=2.5, logit_max=8.0, logit_rms=4.0)
+    calm = LayerInsight(entropy=0.75, dropped=0.0, saved=0.5, rank_load=1.5, logit_max=float("inf"), logit_rms=2.0)
+    full = LayerInsight(entropy=0.5, dropped=0.25, saved=0.5, rank_load=2.5, logit_max=8.0, logit_rms=4.0)
     told = step(1, insight={"layers.1": calm, "mtp.0.layer": full})
     assert told.dropped == 0.25 and step(2).dropped == 0.0
     with MetricsWriter(tmp_path) as writer:

@@ -134,7 +134,7 @@ def test_what_layers_tell_of_their_experts_is_in_the_file_and_a_curve_each(tmp_p
     assert told.dropped == 0.25 and step(2).dropped == 0.0
     with MetricsWriter(tmp_path) as writer:
         writer.write(told)
-    numbers = {"entropy": 0.75, "dropped": 0.0, "rank_load": 1.5, "logit_max": None, "logit_rms": 2.0}
+    numbers = {"entropy": 0.75, "dropped": 0.0, "saved": 0.5, "rank_load": 1.5, "logit_max": None, "logit_rms": 2.0}
     [line] = read_metrics(tmp_path)
     assert line["insight"]["layers.1"] == numbers
     assert line["insight"]["mtp.0.layer"]["logit_max"] == 8.0

@@ -308,5 +308,5 @@ def test_the_norm_and_the_losses_of_a_step_are_summed_once() -> None:
         "largest logits",
         "gradient norm",
     ]
-    # loss, balance, 12 experts, drops and logits of each layer; its largest logit; norm
-    assert expected_bytes(step)["world"] == 2 * 3 / 4 * 8 * (1 + 2 + 2 * (12 + 2) + 2 + 1)
+    # loss, balance, 12 experts, drops, saved rows and logits of each layer; its largest logit; norm
+    assert expected_bytes(step)["world"] == 2 * 3 / 4 * 8 * (1 + 2 + 2 * (12 + 3) + 2 + 1)

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.step import bare_seconds, record_products
+from ckpt.memory import keep_freed_memory
 from core.attention.packing import packing_of
 from core.config.architecture import ExpertBias, Groups, MoE, Router, SharedExperts
 from core.config.mapping import ParallelConfig
@@ -79,6 +80,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=7)
     given = parser.parse_args()
+    # As a run does; all sides have it.
+    keep_freed_memory()
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(cores)
     print(

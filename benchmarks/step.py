@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckpt.huggingface import save_pretrained
+from ckpt.memory import keep_freed_memory
 from core.config.architecture import (
     GQA,
     MLA,
@@ -114,6 +115,8 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), action="append")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
+    # As a run does; both sides have it.
+    keep_freed_memory()
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(cores)
     capability = torch.backends.cpu.get_cpu_capability()

@@ -27,6 +27,7 @@ from tokenizers import Tokenizer
 from ckpt.asynchronous import AsynchronousSaver, SynchronousSaver
 from ckpt.files.protocol import Address
 from ckpt.load import load
+from ckpt.memory import keep_freed_memory
 from ckpt.save import Saving
 from ckpt.shelf.address import latest
 from ckpt.source import MODEL_PREFIX, OPTIMIZER_PREFIX
@@ -92,6 +93,9 @@ def train(out: Path, flag: StopFlag) -> None:
     """Train the run in `out` on this rank of the initialised world, from its newest checkpoint if it has one."""
     file = read_run(out)
     run, groups, device = file.run, _groups(file.run), _device(file.run)
+    if device.type == "cpu":
+        # Activations and gradients of a step are as large as those of the step before.
+        keep_freed_memory()
     data = open_tokens(Path(file.prepared), vocab=run.model.vocab)
     model = _model(out, file, groups, device)
     _preflight(run, model)

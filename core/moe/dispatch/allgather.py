@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from core.kernels.permute import RowMap, map_rows, permute, permute_weights, unpermute
-from core.moe.dispatch.protocol import ExpertRows, Rows
+from core.kernels.permute import RowMap, map_rows, unpermute
+from core.moe.dispatch.expand import expand
+from core.moe.dispatch.protocol import ExpertRows, Rows, experts_per_rank
 from core.moe.router import Routing
 from core.parallel.collectives import all_gather_rows, reduce_scatter_rows
 from core.parallel.groups import Groups
@@ -31,9 +32,7 @@ class AllGatherDispatcher:
     """
 
     def __init__(self, experts: int, groups: Groups, multiple: int = 1) -> None:
-        if experts % groups.ep.size:
-            raise ValueError(f"{experts} experts do not divide over {groups.ep.size} ranks")
-        self.local_experts = experts // groups.ep.size
+        self.local_experts = experts_per_rank(experts, groups.ep)
         self.first_expert = groups.ep.position * self.local_experts
         self.group = groups.experts
         self.multiple = multiple
@@ -58,11 +57,7 @@ class AllGatherDispatcher:
         first = self.first_expert
         local = torch.where((experts >= first) & (experts < first + self.local_experts), experts - first, -1)
         mine = map_rows(local, self.local_experts, multiple=self.multiple)
-        weights = permute_weights(rows.weights, mine)
-        counts = tuple(mine.counts_E.tolist())
-        return ExpertRows(hidden_RH=permute(rows.hidden, mine), weights_R=weights, counts=counts), replace(
-            plan, mine=mine
-        )
+        return expand(rows, mine), replace(plan, mine=mine)
 
     def combine_preprocess(self, rows_RH: Tensor, plan: AllGatherPlan) -> Tensor:
         """Sum each token's rows of my experts: [all tokens of the group, H]."""

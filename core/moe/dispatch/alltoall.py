@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from core.kernels.permute import RowMap, map_rows, permute, permute_weights, unpermute
-from core.moe.dispatch.protocol import ExpertRows, Rows
+from core.kernels.permute import RowMap, map_rows, permute_with_weights, unpermute
+from core.moe.dispatch.protocol import ExpertRows, Rows, experts_per_rank
 from core.moe.router import Routing
 from core.parallel.collectives import (
     all_gather,
@@ -49,9 +49,7 @@ class AllToAllDispatcher:
     """
 
     def __init__(self, experts: int, groups: Groups, multiple: int = 1) -> None:
-        if experts % groups.ep.size:
-            raise ValueError(f"{experts} experts do not divide over {groups.ep.size} ranks")
-        self.experts = experts
+        self.experts, self.local_experts = experts, experts_per_rank(experts, groups.ep)
         self.ep = groups.ep
         self.etp = groups.etp
         self.multiple = multiple
@@ -62,12 +60,12 @@ class AllToAllDispatcher:
         With static rows all of that is known: nothing is communicated, and the host waits for nothing.
         """
         plan = self._counted(routing) if routing.static_rows is None else self._static(routing, routing.static_rows)
-        hidden, weights = permute(hidden_TH, plan.mine), permute_weights(routing.weights_TK, plan.mine)
+        hidden, weights = permute_with_weights(hidden_TH, routing.weights_TK, plan.mine)
         return Rows(hidden=hidden, weights=weights), plan
 
     def _counted(self, routing: Routing) -> AllToAllPlan:
         mine = map_rows(routing.experts_TK, self.experts, multiple=self.multiple)
-        peers, even = self.ep.size, self.experts // self.ep.size
+        peers, even = self.ep.size, self.local_experts
         received = all_to_all_equal(mine.counts_E, self.ep)
         arrived = all_gather(received, self.etp).view(self.etp.size, peers, even).tolist()
         return AllToAllPlan(
@@ -81,7 +79,7 @@ class AllToAllDispatcher:
     def _static(self, routing: Routing, rows: int) -> AllToAllPlan:
         """Every expert gets equally many rows from every rank."""
         rows = -(-rows // self.multiple) * self.multiple
-        peers, even = self.ep.size, self.experts // self.ep.size
+        peers, even = self.ep.size, self.local_experts
         return AllToAllPlan(
             mine=map_rows(routing.experts_TK, self.experts, rows_per_expert=rows),
             send_rows=[even * rows] * peers,
@@ -112,7 +110,7 @@ class AllToAllDispatcher:
             by_expert = _pieces_by_expert(plan.arrived, etp, device)
         else:
             by_expert = _equal_pieces((etp, self.ep.size, len(counts), plan.static), device)
-        hidden, weights = permute(rows.hidden, by_expert), permute(rows.weights[:, None], by_expert)[:, 0]
+        hidden, weights = permute_with_weights(rows.hidden, rows.weights[:, None], by_expert)
         return ExpertRows(hidden_RH=hidden, weights_R=weights, counts=counts), replace(plan, by_expert=by_expert)
 
     def combine_preprocess(self, rows_RH: Tensor, plan: AllToAllPlan) -> Tensor:

@@ -16,7 +16,7 @@ from core.kernels.permute import RowMap
 from core.layers.place import Place
 from core.moe.dispatch.expand import collect, expand, map_arrived
 from core.moe.dispatch.package import load_deep_ep
-from core.moe.dispatch.protocol import ExpertRows, Rows
+from core.moe.dispatch.protocol import ExpertRows, Rows, experts_per_rank
 from core.moe.router import Routing
 from core.parallel.groups import Group
 
@@ -67,9 +67,7 @@ class DeepEPDispatcher:
 
     def __init__(self, experts: int, place: Place, multiple: int = 1) -> None:
         ep = place.groups.ep
-        if experts % ep.size:
-            raise ValueError(f"{experts} experts do not divide over {ep.size} ranks")
-        self.experts, self.local_experts, self.ep, self.multiple = experts, experts // ep.size, ep, multiple
+        self.experts, self.local_experts, self.ep, self.multiple = experts, experts_per_rank(experts, ep), ep, multiple
         self.shared = place.shared
 
     def dispatch_preprocess(self, hidden_TH: Tensor, routing: Routing) -> tuple[Rows, DeepEPPlan]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from core.kernels.permute import RowMap, map_rows, permute, permute_weights, unpermute
+from core.kernels.permute import RowMap, map_rows, permute_with_weights, unpermute
 from core.moe.dispatch.protocol import ExpertRows, Rows
 
 
@@ -33,11 +33,8 @@ def map_arrived(experts_PK: Tensor, experts: int, *, multiple: int = 1, order_P:
 
 def expand(rows: Rows, arrived: RowMap) -> ExpertRows:
     """A row for each choice of an expert of mine, sorted by expert. rows: hidden [P, H], weights [P, K]. The host reads the counts."""
-    return ExpertRows(
-        hidden_RH=permute(rows.hidden, arrived),
-        weights_R=permute_weights(rows.weights, arrived),
-        counts=tuple(arrived.counts_E.tolist()),
-    )
+    hidden, weights = permute_with_weights(rows.hidden, rows.weights, arrived)
+    return ExpertRows(hidden_RH=hidden, weights_R=weights, counts=tuple(arrived.counts_E.tolist()))
 
 
 def collect(rows_RH: Tensor, arrived: RowMap) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from core.kernels.permute import RowMap, map_rows, permute, unpermute
 from core.moe.dispatch.expand import collect, expand, map_arrived
-from core.moe.dispatch.protocol import ExpertRows, Rows
+from core.moe.dispatch.protocol import ExpertRows, Rows, experts_per_rank
 from core.moe.router import Routing
 from core.parallel.collectives import all_gather, all_gather_rows, all_to_all, all_to_all_equal, reduce_scatter_rows
 from core.parallel.groups import Group, Groups
@@ -53,9 +53,7 @@ class FlexDispatcher:
     """Experts lie in order over ep. multiple: rows of zeros fill what each expert gets up to a multiple of it, at its own rank."""
 
     def __init__(self, experts: int, groups: Groups, multiple: int = 1) -> None:
-        if experts % groups.ep.size:
-            raise ValueError(f"{experts} experts do not divide over {groups.ep.size} ranks")
-        self.local_experts = experts // groups.ep.size
+        self.local_experts = experts_per_rank(experts, groups.ep)
         self.ep, self.etp, self.multiple = groups.ep, groups.etp, multiple
         # A hop goes to the ranks of a group, each of which stands for so many experts: its own, or those of its node.
         self.route: tuple[tuple[Group, int], ...] = ((groups.ep, self.local_experts),)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from core.moe.router import Routing
 from core.parallel.collectives import UnderWay
+from core.parallel.groups import Group
 
 PlanT = TypeVar("PlanT")
 
@@ -41,6 +42,13 @@ class ExpertRows:
     hidden_RH: Tensor
     weights_R: Tensor
     counts: tuple[int, ...]
+
+
+def experts_per_rank(experts: int, ep: Group) -> int:
+    """How many experts each rank of ep holds. Raises ValueError where they do not divide."""
+    if experts % ep.size:
+        raise ValueError(f"{experts} experts do not divide over {ep.size} ranks")
+    return experts // ep.size
 
 
 class Dispatcher(Protocol[PlanT]):

@@ -211,6 +211,8 @@ def _from_preset(preset: Preset, family: Family, initial: Initial | None) -> Run
         optimizer=preset.optimizer,
         data=DataConfig(),
         precision=preset.precision,
+        memory=preset.memory,
+        execution=preset.execution,
         checkpoint=preset.checkpoint,
     )
 

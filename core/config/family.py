@@ -6,10 +6,12 @@ import importlib
 import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from core.config.architecture import ModelConfig
+from core.config.execution import ExecutionConfig
 from core.config.mapping import ParallelConfig
+from core.config.memory import MemoryConfig
 from core.config.precision import PrecisionConfig
 from core.config.run import CheckpointConfig, OptimizerConfig, TrainConfig
 from core.errors import ConfigError, Fault
@@ -25,10 +27,29 @@ class Size:
     published: str | None = None
 
 
+# published: a source states the set-up as it is here. derived: made from one for other hardware, or corrected. tested: it ran here.
+Status = Literal["published", "derived", "tested"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """What a source measured with a set-up, of one GPU: tokens a second, and model TFLOPS (paper.md section 2)."""
+
+    tokens_per_second: float | None = None
+    tflops: float | None = None
+    source: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """A tuned set-up of one size on one kind of hardware. size: None for whatever weights a run begins with."""
+    """A tuned set-up of one size on one kind of hardware. size: None for whatever weights a run begins with.
 
+    name: by which `--preset` finds it among those of its size and hardware; the first of them is what is taken without. source:
+    where it stands. figure: what its source measured. notes: where sources disagree, what was corrected, what to know; a sentence each.
+    environment: variables that its source sets beside those that follow from the settings (launch/environment.py).
+    """
+
+    name: str = "default"
     size: str | None
     hardware: str
     ranks: int
@@ -36,7 +57,14 @@ class Preset:
     train: TrainConfig
     optimizer: OptimizerConfig
     precision: PrecisionConfig = PrecisionConfig()
+    memory: MemoryConfig = MemoryConfig()
+    execution: ExecutionConfig = ExecutionConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    environment: tuple[tuple[str, str], ...] = ()
+    status: Status = "tested"
+    source: str = "this zoo"
+    figure: Published | None = None
+    notes: tuple[str, ...] = ()
 
 
 class HuggingFace(Protocol):

@@ -11,6 +11,7 @@ import math
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from core.config.architecture import Balance, Capacity, Dense, Layer, ModelConfig, MoE, Selection
@@ -27,7 +28,7 @@ from core.config.router_text import (
 from core.config.run import RunConfig
 from core.errors import ConfigError, Fault
 
-SECTIONS = ("model", "parallel", "train", "optimizer", "data", "precision", "checkpoint")
+SECTIONS = ("model", "parallel", "train", "optimizer", "data", "precision", "memory", "execution", "checkpoint")
 NUM_LAYERS = "model.num_layers"
 Value = TypeVar("Value")
 
@@ -264,7 +265,26 @@ def _parse(kind: Any, item: Assignment) -> Any:
 
 def _form(kind: Any) -> Form | None:
     """How a value of this declared type is written, where it is no plain one."""
+    members = get_args(kind)
+    if get_origin(kind) is tuple and get_origin(members[0]) is Literal:
+        known = get_args(members[0])
+        return Form(kind=kind, show=_names_text, read=partial(_names, known), example=f"{known[0]},{known[1]}, or none")
     return next((form for form in FORMS if form.kind == kind), None)
+
+
+def _names_text(names: tuple[str, ...]) -> str:
+    return ",".join(names) or "none"
+
+
+def _names(known: tuple[str, ...], text: str) -> tuple[str, ...]:
+    """Names out of `known`, in their order there, separated by commas; none for no name. Raises TextError."""
+    given = [] if text.lower() == "none" else [name.strip() for name in text.split(",")]
+    for name in given:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f" (did you mean {close[0]}?)" if close else ""
+            raise TextError(f"holds {name}, which is none of {', '.join(known)}{hint}")
+    return tuple(name for name in known if name in given)
 
 
 def _scalar(kind: type, item: Assignment, optional: str) -> Any:

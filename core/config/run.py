@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from core.config.architecture import ModelConfig
+from core.config.execution import ExecutionConfig
 from core.config.mapping import ParallelConfig
+from core.config.memory import MemoryConfig
 from core.config.precision import PrecisionConfig
 
 # The label of a token that predicts nothing: it is in no loss and in no count.
@@ -106,3 +108,5 @@ class RunConfig:
     data: DataConfig
     precision: PrecisionConfig
     checkpoint: CheckpointConfig
+    memory: MemoryConfig = MemoryConfig()
+    execution: ExecutionConfig = ExecutionConfig()

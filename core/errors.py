@@ -20,15 +20,39 @@ class RequestError(ZooError):
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One setting that cannot run: as the user wrote it, its value, the rule it breaks, and values that would do."""
+    """One setting that cannot run: as the user wrote it, its value, the rule it breaks, and values that would do.
+
+    code: the rule's own name, `area.what-it-asks`, which stays when its words change; empty where a value breaks no rule of
+    core/check, as a path that is not there.
+    """
 
     setting: str
     value: object
     rule: str
     works: str
+    code: str = ""
 
     def __str__(self) -> str:
-        return f"{self.setting}={self.value}: {self.rule}. Works: {self.works}."
+        return _sentence(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """One setting that runs and could be better: the fields mean what a Fault's do."""
+
+    setting: str
+    value: object
+    rule: str
+    works: str
+    code: str
+
+    def __str__(self) -> str:
+        return _sentence(self)
+
+
+def _sentence(said: Fault | Advice) -> str:
+    code = f" [{said.code}]" if said.code else ""
+    return f"{said.setting}={said.value}: {said.rule}. Works: {said.works}.{code}"
 
 
 class ConfigError(RequestError):

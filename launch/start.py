@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from core.check.built import not_built
 from core.config.family import find_family
 from core.config.run import RunConfig
 from core.errors import ConfigError, Fault, RequestError
@@ -86,6 +87,8 @@ def start(asked: Start, backend: Backend | None = None) -> None:
     if asked.dry_run:
         click.echo(describe(planned, out))
         return
+    if unbuilt := not_built(planned.run):
+        raise ConfigError(unbuilt)
     if begun is None:
         _refuse_used(planned.run.checkpoint.address)
     _refuse_missing_devices(planned.run)

@@ -31,7 +31,13 @@ def check_balance(moe: MoE) -> Iterator[Fault]:
     biased = any(isinstance(part, ExpertBias) for part in router.balance)
     if biased and router.score not in ("sigmoid", "sqrt_softplus"):
         rule = "cannot carry an ExpertBias, which is added to scores that each expert has for itself"
-        yield Fault(setting=f"{KEY}.score", value=router.score, rule=rule, works="sigmoid, sqrt_softplus")
+        yield Fault(
+            code="balance.bias-score",
+            setting=f"{KEY}.score",
+            value=router.score,
+            rule=rule,
+            works="sigmoid, sqrt_softplus",
+        )
     if any(isinstance(part, QuantileBias) for part in router.balance):
         yield from _quantile(moe)
     if isinstance(router.selection, Sinkhorn):
@@ -50,7 +56,7 @@ def _numbers(router: Router) -> Iterator[Fault]:
             yield from at_least(f"{name}.rate", part.rate, 0)
         elif not 0 <= part.ema < 1:
             rule = "must be at least 0 and less than 1: it is the share of the old thresholds that is kept"
-            yield Fault(setting=f"{name}.ema", value=part.ema, rule=rule, works="0, 0.9")
+            yield Fault(code="balance.ema", setting=f"{name}.ema", value=part.ema, rule=rule, works="0, 0.9")
 
 
 def _twice(router: Router) -> Iterator[Fault]:
@@ -58,7 +64,9 @@ def _twice(router: Router) -> Iterator[Fault]:
     kinds = [type(part).__name__ for part in router.balance if not isinstance(part, AuxLoss)]
     for name in sorted({name for name in [*scopes, *kinds] if [*scopes, *kinds].count(name) > 1}):
         rule = "stands twice among the balances of one router"
-        yield Fault(setting=f"{KEY}.balance", value=name, rule=rule, works="one of each kind and scope")
+        yield Fault(
+            code="balance.twice", setting=f"{KEY}.balance", value=name, rule=rule, works="one of each kind and scope"
+        )
 
 
 def _quantile(moe: MoE) -> Iterator[Fault]:
@@ -68,14 +76,24 @@ def _quantile(moe: MoE) -> Iterator[Fault]:
     if others:
         rule = "does not go with quantile balancing, whose thresholds alone balance the experts"
         works = "quantile with at most a z loss"
-        yield Fault(setting=f"{KEY}.balance", value=balance_text(others), rule=rule, works=works)
+        yield Fault(
+            code="balance.quantile-alone", setting=f"{KEY}.balance", value=balance_text(others), rule=rule, works=works
+        )
     if router.groups:
         rule = "does not go with quantile balancing, whose thresholds assume that any expert can be chosen"
-        yield Fault(setting=f"{KEY}.groups", value=router.groups, rule=rule, works="none, or another balance")
+        yield Fault(
+            code="balance.quantile-groups",
+            setting=f"{KEY}.groups",
+            value=router.groups,
+            rule=rule,
+            works="none, or another balance",
+        )
     if moe.top_k >= moe.experts > 0:
         rule = f"must be less than model.moe.experts={moe.experts} for quantile balancing, which needs an expert not chosen"
         works = f"1 to {moe.experts - 1}" if moe.experts > 2 else "1, and 2 or more experts"
-        yield Fault(setting="model.moe.top_k", value=moe.top_k, rule=rule, works=works)
+        yield Fault(
+            code="balance.quantile-spare-expert", setting="model.moe.top_k", value=moe.top_k, rule=rule, works=works
+        )
 
 
 def _selection(moe: MoE) -> Iterator[Fault]:
@@ -85,21 +103,25 @@ def _selection(moe: MoE) -> Iterator[Fault]:
     others = _of(router, AuxLoss, ExpertBias, QuantileBias)
     if others:
         rule = f"balances the experts itself and does not go with {KEY}.balance={balance_text(others)}"
-        yield Fault(setting=key, value=value, rule=rule, works="at most a z loss beside it, or top_k")
+        yield Fault(
+            code="selection.alone", setting=key, value=value, rule=rule, works="at most a z loss beside it, or top_k"
+        )
     if router.groups:
         rule = f"does not go with {KEY}.groups={router.groups}"
-        yield Fault(setting=key, value=value, rule=rule, works=f"top_k, or {KEY}.groups=none")
+        yield Fault(code="selection.groups", setting=key, value=value, rule=rule, works=f"top_k, or {KEY}.groups=none")
     if isinstance(router.selection, ExpertChoice) and moe.capacity:
         rule = f"gives every expert equally many tokens and does not go with model.moe.capacity={moe.capacity}"
-        yield Fault(setting=key, value=value, rule=rule, works="top_k, or model.moe.capacity=none")
+        yield Fault(
+            code="selection.capacity", setting=key, value=value, rule=rule, works="top_k, or model.moe.capacity=none"
+        )
     score = "sigmoid" if isinstance(router.selection, Sinkhorn) and moe.top_k == 1 else "softmax"
     if router.score != score:
         why = "" if isinstance(router.selection, ExpertChoice) else f" where model.moe.top_k={moe.top_k}"
         rule = f"must be {score} with {KEY}.selection={value}{why}"
-        yield Fault(setting=f"{KEY}.score", value=router.score, rule=rule, works=score)
+        yield Fault(code="selection.score", setting=f"{KEY}.score", value=router.score, rule=rule, works=score)
     if router.normalise:
         rule = f"must be false with {KEY}.selection={value}, whose weights are the scores as they are"
-        yield Fault(setting=f"{KEY}.normalise", value=True, rule=rule, works="false")
+        yield Fault(code="selection.normalise", setting=f"{KEY}.normalise", value=True, rule=rule, works="false")
 
 
 def _of(router: Router, *kinds: type[Balance]) -> tuple[Balance, ...]:

@@ -17,7 +17,13 @@ def check_capacity(capacity: Capacity | None) -> Iterator[Fault]:
     """Faults of what experts drop, whatever they run on."""
     if capacity is not None and not 0 < capacity.factor < math.inf:
         rule = "must begin with a positive number; none drops nothing"
-        yield Fault(setting="model.moe.capacity", value=capacity_text(capacity), rule=rule, works="1.25, or none")
+        yield Fault(
+            code="capacity.positive",
+            setting="model.moe.capacity",
+            value=capacity_text(capacity),
+            rule=rule,
+            works="1.25, or none",
+        )
 
 
 def check_limits(model: ModelConfig, parallel: ParallelConfig) -> Iterator[Fault]:
@@ -34,10 +40,17 @@ def check_limits(model: ModelConfig, parallel: ParallelConfig) -> Iterator[Fault
         "pad": "moves as many rows as are routed, and the pad of model.moe.capacity wants a fixed number",
         "budget": f"knows no budget, and parallel.expert_budget={parallel.expert_budget} is one",
     }
+    codes = {"capacity": "dispatcher.capacity", "pad": "dispatcher.pad", "budget": "dispatcher.budget"}
     for limit, wanted in asked.items():
         if wanted and limit not in LIMITS[parallel.dispatcher]:
             works = " or ".join(name for name, limits in LIMITS.items() if all(x in limits for x in asked if asked[x]))
-            yield Fault(setting="parallel.dispatcher", value=parallel.dispatcher, rule=told[limit], works=works)
+            yield Fault(
+                code=codes[limit],
+                setting="parallel.dispatcher",
+                value=parallel.dispatcher,
+                rule=told[limit],
+                works=works,
+            )
 
 
 def check_package(run: RunConfig) -> Iterator[Fault]:
@@ -46,7 +59,9 @@ def check_package(run: RunConfig) -> Iterator[Fault]:
     if dispatcher in PACKAGES and compute != "bfloat16":
         rule = f"is not what parallel.dispatcher={dispatcher} moves, which is bfloat16 alone"
         works = "bfloat16, or parallel.dispatcher=flex"
-        yield Fault(setting="precision.compute", value=compute, rule=rule, works=works)
+        yield Fault(
+            code="dispatcher.package-bfloat16", setting="precision.compute", value=compute, rule=rule, works=works
+        )
 
 
 def _nodes(parallel: ParallelConfig) -> Iterator[Fault]:
@@ -58,11 +73,15 @@ def _nodes(parallel: ParallelConfig) -> Iterator[Fault]:
     if size > 1 and parallel.dispatcher != "flex":
         rule = f"is for parallel.dispatcher=flex, and here parallel.dispatcher={parallel.dispatcher}"
         works = "1, or parallel.dispatcher=flex" if divides else "1"
-        yield Fault(setting="parallel.ep_per_node", value=size, rule=rule, works=works)
+        yield Fault(
+            code="dispatcher.nodes-need-flex", setting="parallel.ep_per_node", value=size, rule=rule, works=works
+        )
     elif not divides:
         works = nearest(size, lambda n: parallel.ep % n == 0, most=parallel.ep)
         rule = f"must divide parallel.ep={parallel.ep}"
-        yield Fault(setting="parallel.ep_per_node", value=size, rule=rule, works=works)
+        yield Fault(
+            code="dispatcher.nodes-divide-ep", setting="parallel.ep_per_node", value=size, rule=rule, works=works
+        )
 
 
 def _budget(model: ModelConfig, parallel: ParallelConfig) -> Iterator[Fault]:
@@ -72,14 +91,16 @@ def _budget(model: ModelConfig, parallel: ParallelConfig) -> Iterator[Fault]:
         return
     if not 0 < budget < math.inf:
         rule = "must be a positive number; none drops nothing"
-        yield Fault(setting=key, value=budget, rule=rule, works="none")
+        yield Fault(code="budget.positive", setting=key, value=budget, rule=rule, works="none")
         return
     if _capacities(model):
         rule = "drops rows of a rank, and model.moe.capacity drops rows of an expert already"
-        yield Fault(setting=key, value=budget, rule=rule, works="none, or model.moe.capacity=none")
+        yield Fault(
+            code="budget.or-capacity", setting=key, value=budget, rule=rule, works="none, or model.moe.capacity=none"
+        )
     if not any(isinstance(layer.mlp, MoE) for _, layer in model.all_layers()):
         rule = "is for ranks of experts, and this model has none"
-        yield Fault(setting=key, value=budget, rule=rule, works="none")
+        yield Fault(code="budget.experts", setting=key, value=budget, rule=rule, works="none")
 
 
 def _capacities(model: ModelConfig) -> list[Capacity]:

@@ -29,9 +29,13 @@ def _sizes(model: ModelConfig) -> Iterator[Fault]:
     yield from positive("model", model, "hidden", "max_tokens")
     if model.vocab < SMALLEST_VOCAB:
         rule = "must hold the 256 bytes and the mark between documents"
-        yield Fault(setting="model.vocab", value=model.vocab, rule=rule, works=f"{SMALLEST_VOCAB} or more")
+        yield Fault(
+            code="model.vocab", setting="model.vocab", value=model.vocab, rule=rule, works=f"{SMALLEST_VOCAB} or more"
+        )
     if not model.layers:
-        yield Fault(setting="model.num_layers", value=0, rule="must be positive", works="1 or more")
+        yield Fault(
+            code="model.layers", setting="model.num_layers", value=0, rule="must be positive", works="1 or more"
+        )
     yield from above("model.norm.eps", model.norm.eps, 0)
     yield from above("model.rope.theta", model.rope.theta, 1)
     yield from above("model.init_std", model.init_std, 0)
@@ -51,7 +55,13 @@ def _gqa(attention: GQA) -> Iterator[Fault]:
     if attention.heads % attention.kv_heads:
         works = nearest(attention.kv_heads, lambda n: attention.heads % n == 0)
         rule = f"must divide model.attention.heads={attention.heads}"
-        yield Fault(setting="model.attention.kv_heads", value=attention.kv_heads, rule=rule, works=works)
+        yield Fault(
+            code="model.kv-heads-divide-heads",
+            setting="model.attention.kv_heads",
+            value=attention.kv_heads,
+            rule=rule,
+            works=works,
+        )
     yield from even("model.attention.head_dim", attention.head_dim)
 
 
@@ -73,7 +83,13 @@ def _activation(key: str, activation: Activation) -> Iterator[Fault]:
     numbers = {"limit": activation.limit, "alpha": activation.alpha, "shift": activation.shift}
     for name, value in numbers.items():
         if not math.isfinite(value):
-            yield Fault(setting=f"{key}.{name}", value=value, rule="must be finite", works="7, 1.702 and 1 in gpt-oss")
+            yield Fault(
+                code="model.activation-finite",
+                setting=f"{key}.{name}",
+                value=value,
+                rule="must be finite",
+                works="7, 1.702 and 1 in gpt-oss",
+            )
         elif name != "shift":
             yield from above(f"{key}.{name}", value, 0)
 
@@ -83,7 +99,13 @@ def _moe(moe: MoE) -> Iterator[Fault]:
     yield from positive("model.moe", moe, "experts", "top_k", "expert_ffn")
     if moe.top_k > moe.experts > 0:
         rule = f"must be at most model.moe.experts={moe.experts}"
-        yield Fault(setting="model.moe.top_k", value=moe.top_k, rule=rule, works=f"1 to {moe.experts}")
+        yield Fault(
+            code="model.top-k-experts",
+            setting="model.moe.top_k",
+            value=moe.top_k,
+            rule=rule,
+            works=f"1 to {moe.experts}",
+        )
     if moe.shared:
         yield from positive("model.moe.shared", moe.shared, "count")
     yield from check_capacity(moe.capacity)
@@ -99,10 +121,22 @@ def _router(router: Router) -> Iterator[Fault]:
     yield from above("model.moe.router.scale", router.scale, 0)
     if router.jitter is not None and not 0 < router.jitter < 1:
         rule = "must lie between 0 and 1, both excluded"
-        yield Fault(setting="model.moe.router.jitter", value=router.jitter, rule=rule, works="0.01, or none")
+        yield Fault(
+            code="model.jitter",
+            setting="model.moe.router.jitter",
+            value=router.jitter,
+            rule=rule,
+            works="0.01, or none",
+        )
     if router.score == "softmax_after_top_k" and router.normalise:
         rule = "has no meaning with model.moe.router.score=softmax_after_top_k, whose weights sum to one already"
-        yield Fault(setting="model.moe.router.normalise", value=True, rule=rule, works="false, or score=softmax")
+        yield Fault(
+            code="model.normalise-after-top-k",
+            setting="model.moe.router.normalise",
+            value=True,
+            rule=rule,
+            works="false, or score=softmax",
+        )
 
 
 def _groups(moe: MoE) -> Iterator[Fault]:
@@ -116,7 +150,9 @@ def _groups(moe: MoE) -> Iterator[Fault]:
     if moe.experts % groups.total:
         works = nearest(groups.total, lambda n: moe.experts % n == 0)
         rule = f"must divide model.moe.experts={moe.experts}"
-        yield Fault(setting=f"{key}.total", value=groups.total, rule=rule, works=works)
+        yield Fault(
+            code="model.groups-divide-experts", setting=f"{key}.total", value=groups.total, rule=rule, works=works
+        )
         return
     per_group = moe.experts // groups.total
     least, most = math.ceil(moe.top_k / per_group), groups.total
@@ -126,4 +162,4 @@ def _groups(moe: MoE) -> Iterator[Fault]:
             f"in groups of {per_group}"
         )
         works = f"{least} to {most}" if least < most else f"{least}" if least == most else "a smaller model.moe.top_k"
-        yield Fault(setting=f"{key}.kept", value=groups.kept, rule=rule, works=works)
+        yield Fault(code="model.groups-hold-top-k", setting=f"{key}.kept", value=groups.kept, rule=rule, works=works)

@@ -39,7 +39,13 @@ def _train(run: RunConfig) -> Iterator[Fault]:
     if train.sequence_tokens > run.model.max_tokens > 0:
         rule = f"must be at most model.max_tokens={run.model.max_tokens}"
         works = f"{run.model.max_tokens} or less"
-        yield Fault(setting="train.sequence_tokens", value=train.sequence_tokens, rule=rule, works=works)
+        yield Fault(
+            code="train.sequence-fits-model",
+            setting="train.sequence_tokens",
+            value=train.sequence_tokens,
+            rule=rule,
+            works=works,
+        )
     if train.forced_routing is not None:
         yield from _forced(run)
     model_parallel = parallel.tp * parallel.cp * parallel.pp
@@ -50,17 +56,25 @@ def _train(run: RunConfig) -> Iterator[Fault]:
     if train.global_batch % together:
         rule = f"must be a multiple of train.microbatch={train.microbatch} times {replicas} data-parallel ranks"
         works = nearest_multiples(train.global_batch, together)
-        yield Fault(setting="train.global_batch", value=train.global_batch, rule=rule, works=works)
+        yield Fault(
+            code="train.batch-divides", setting="train.global_batch", value=train.global_batch, rule=rule, works=works
+        )
 
 
 def _forced(run: RunConfig) -> Iterator[Fault]:
     name = run.train.forced_routing
     if not any(isinstance(layer.mlp, MoE) for layer in run.model.layers):
         rule = "needs layers with experts to force tokens to"
-        yield Fault(setting="train.forced_routing", value=name, rule=rule, works="none")
+        yield Fault(code="train.forced-experts", setting="train.forced_routing", value=name, rule=rule, works="none")
     elif name == "hot_rank" and run.parallel.ep == 1:
         rule = "needs several ranks that share the experts, and parallel.ep=1"
-        yield Fault(setting="train.forced_routing", value=name, rule=rule, works="hot_expert, or a higher parallel.ep")
+        yield Fault(
+            code="train.forced-ranks",
+            setting="train.forced_routing",
+            value=name,
+            rule=rule,
+            works="hot_expert, or a higher parallel.ep",
+        )
 
 
 def _optimizer(run: RunConfig) -> Iterator[Fault]:
@@ -69,10 +83,22 @@ def _optimizer(run: RunConfig) -> Iterator[Fault]:
     if not 0 <= optimizer.min_learning_rate <= optimizer.learning_rate:
         rule = f"must lie between 0 and optimizer.learning_rate={optimizer.learning_rate}"
         works = f"0 to {optimizer.learning_rate}"
-        yield Fault(setting="optimizer.min_learning_rate", value=optimizer.min_learning_rate, rule=rule, works=works)
+        yield Fault(
+            code="optimizer.min-learning-rate",
+            setting="optimizer.min_learning_rate",
+            value=optimizer.min_learning_rate,
+            rule=rule,
+            works=works,
+        )
     for name, beta in (("beta1", optimizer.beta1), ("beta2", optimizer.beta2)):
         if not 0 <= beta < 1:
-            yield Fault(setting=f"optimizer.{name}", value=beta, rule="must lie in [0, 1)", works="0.9 or 0.95")
+            yield Fault(
+                code="optimizer.beta",
+                setting=f"optimizer.{name}",
+                value=beta,
+                rule="must lie in [0, 1)",
+                works="0.9 or 0.95",
+            )
     yield from above("optimizer.eps", optimizer.eps, 0)
     yield from at_least("optimizer.weight_decay", optimizer.weight_decay, 0)
     if optimizer.clip_norm is not None:
@@ -86,14 +112,22 @@ def _optimizer(run: RunConfig) -> Iterator[Fault]:
         name = "train.steps" if run.train.schedule_steps is None else "train.schedule_steps"
         rule = f"{plus.lstrip() + ' ' if plus else ''}must fit into the schedule of {name}={length} steps"
         works = f"{max(length - decay, 0)} or less" if decay <= length else "a smaller optimizer.decay_steps"
-        yield Fault(setting="optimizer.warmup_steps", value=optimizer.warmup_steps, rule=rule, works=works)
+        yield Fault(
+            code="optimizer.warmup-fits",
+            setting="optimizer.warmup_steps",
+            value=optimizer.warmup_steps,
+            rule=rule,
+            works=works,
+        )
 
 
 def _data(run: RunConfig) -> Iterator[Fault]:
     fraction = run.data.validation_fraction
     if not 0 < fraction < 1:
         rule = "must lie between 0 and 1, both excluded"
-        yield Fault(setting="data.validation_fraction", value=fraction, rule=rule, works="0.05")
+        yield Fault(
+            code="data.validation-fraction", setting="data.validation_fraction", value=fraction, rule=rule, works="0.05"
+        )
 
 
 def _checkpoint(run: RunConfig) -> Iterator[Fault]:

@@ -24,14 +24,15 @@ def at_least(setting: str, value: float, least: float) -> Iterator[Fault]:
     # written so that a NaN is a fault too
     if not value >= least:
         rule = "must be positive" if least == 1 else f"must be at least {least}"
-        yield Fault(setting=setting, value=value, rule=rule, works=f"{least} or more")
+        yield Fault(code="value.at-least", setting=setting, value=value, rule=rule, works=f"{least} or more")
 
 
 def above(setting: str, value: float, floor: float, works: str = "") -> Iterator[Fault]:
     """A fault where the value is not greater, or no number."""
     if not value > floor:
         rule = "must be positive" if floor == 0 else f"must be greater than {floor}"
-        yield Fault(setting=setting, value=value, rule=rule, works=works or f"any number greater than {floor}")
+        works = works or f"any number greater than {floor}"
+        yield Fault(code="value.above", setting=setting, value=value, rule=rule, works=works)
 
 
 def even(setting: str, value: int) -> Iterator[Fault]:
@@ -39,7 +40,7 @@ def even(setting: str, value: int) -> Iterator[Fault]:
     if value > 0 and value % 2:
         rule = "must be even, because the rotation turns pairs"
         works = nearest(value, lambda n: n % 2 == 0)
-        yield Fault(setting=setting, value=value, rule=rule, works=works)
+        yield Fault(code="value.even", setting=setting, value=value, rule=rule, works=works)
 
 
 def nearest(value: int, works: Callable[[int], bool], *, most: int | None = None) -> str:

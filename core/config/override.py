@@ -86,7 +86,15 @@ def parse_assignment(text: str) -> Assignment:
     key, sign, value = text.partition("=")
     if not sign or not key.strip():
         raise ConfigError(
-            [Fault(setting="--set", value=text, rule="is not of the form key=value", works="train.steps=100")]
+            [
+                Fault(
+                    code="setting.form",
+                    setting="--set",
+                    value=text,
+                    rule="is not of the form key=value",
+                    works="train.steps=100",
+                )
+            ]
         )
     return Assignment(key=key.strip(), text=value.strip())
 
@@ -166,7 +174,7 @@ def _conflicts(assignments: Iterable[Assignment]) -> Iterator[Fault]:
         before = first.setdefault(item.key, item)
         if before.text != item.text:
             rule = f"was also given as {before.text} by {before.origin}"
-            yield Fault(setting=item.key, value=item.text, rule=rule, works="one of the two")
+            yield Fault(code="setting.twice", setting=item.key, value=item.text, rule=rule, works="one of the two")
 
 
 def _apply(run: RunConfig, item: Assignment) -> RunConfig:
@@ -194,7 +202,7 @@ def _unknown(item: Assignment, known: dict[str, Any], sections: Sequence[str] = 
     else:
         rule = f"is not a setting of this run's {section}{hint}"
         works = ", ".join(key for key in known if key.startswith(f"{section}."))
-    return Fault(setting=item.key, value=item.text, rule=rule, works=works)
+    return Fault(code="setting.unknown", setting=item.key, value=item.text, rule=rule, works=works)
 
 
 def _assign(value: Any, path: Sequence[str], item: Assignment) -> Any:
@@ -235,7 +243,17 @@ def _with_depth(model: ModelConfig, depth: int) -> ModelConfig:
         leading.append(layer)
     if depth <= len(leading):
         rule = f"keeps the {len(leading)} leading dense layers and needs one more" if leading else "must be positive"
-        raise ConfigError([Fault(setting=NUM_LAYERS, value=depth, rule=rule, works=f"{len(leading) + 1} or more")])
+        raise ConfigError(
+            [
+                Fault(
+                    code="setting.depth",
+                    setting=NUM_LAYERS,
+                    value=depth,
+                    rule=rule,
+                    works=f"{len(leading) + 1} or more",
+                )
+            ]
+        )
     return replace(model, layers=(*leading, *(last,) * (depth - len(leading))))
 
 
@@ -309,4 +327,4 @@ def _scalar(kind: type, item: Assignment, optional: str) -> Any:
 
 
 def _fault(item: Assignment, rule: str, works: str) -> ConfigError:
-    return ConfigError([Fault(setting=item.key, value=item.text, rule=rule, works=works)])
+    return ConfigError([Fault(code="setting.value", setting=item.key, value=item.text, rule=rule, works=works)])

@@ -78,7 +78,9 @@ def layout_of(model: ModelConfig, parallel: ParallelConfig) -> Layout:
             f"{layout.virtual} on each of parallel.pp={parallel.pp} pipeline ranks"
         )
         works = str(layout.virtual) + ("" if layout.virtual == 1 else ", or 1, which takes it from the layout")
-        raise ConfigError([Fault(setting="parallel.vpp", value=parallel.vpp, rule=rule, works=works)])
+        raise ConfigError(
+            [Fault(code="layout.vpp", setting="parallel.vpp", value=parallel.vpp, rule=rule, works=works)]
+        )
     return layout
 
 
@@ -91,7 +93,15 @@ def even_layout(*, num_layers: int, num_ahead: int, pp: int, vpp: int) -> Layout
     faults = [*_positive("parallel.pp", pp), *_positive("parallel.vpp", vpp)]
     if not faults and pp * vpp > LONGEST:
         rule = f"makes {pp * vpp:,} stages with parallel.pp={pp}, more than {LONGEST:,}"
-        faults.append(Fault(setting="parallel.vpp", value=vpp, rule=rule, works=f"{max(num_layers // pp, 1)} or fewer"))
+        faults.append(
+            Fault(
+                code="layout.stages",
+                setting="parallel.vpp",
+                value=vpp,
+                rule=rule,
+                works=f"{max(num_layers // pp, 1)} or fewer",
+            )
+        )
     if faults:
         raise ConfigError(faults)
     stages = pp * vpp
@@ -110,12 +120,20 @@ def parse_layout(text: str, *, num_layers: int, num_ahead: int, pp: int) -> Layo
     rules = [unreadable] if unreadable else _broken_rules(stages, num_layers, num_ahead)
     if rules:
         faults.append(
-            Fault(setting=SETTING, value=text, rule="; ".join(rules), works=_example(num_layers, num_ahead, pp))
+            Fault(
+                code="layout.text",
+                setting=SETTING,
+                value=text,
+                rule="; ".join(rules),
+                works=_example(num_layers, num_ahead, pp),
+            )
         )
     if pp >= 1 and len(stages) % pp:
         verb = f"has {_stages(len(stages))}, which {pp} pipeline ranks cannot share evenly"
         works = _divisors_near(len(stages), pp)
-        faults.append(Fault(setting="parallel.pp", value=pp, rule=f"the layout '{text}' {verb}", works=works))
+        faults.append(
+            Fault(code="layout.pp", setting="parallel.pp", value=pp, rule=f"the layout '{text}' {verb}", works=works)
+        )
     if faults:
         raise ConfigError(faults)
     return Layout(parts=_parts(stages), pp=pp)
@@ -257,7 +275,11 @@ def _example(num_layers: int, num_ahead: int, pp: int) -> str:
 
 
 def _positive(setting: str, value: int) -> list[Fault]:
-    return [] if value >= 1 else [Fault(setting=setting, value=value, rule="must be positive", works="1 or more")]
+    return (
+        []
+        if value >= 1
+        else [Fault(code="value.at-least", setting=setting, value=value, rule="must be positive", works="1 or more")]
+    )
 
 
 def _divisors_near(number: int, wanted: int) -> str:

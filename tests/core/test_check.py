@@ -32,6 +32,7 @@ from core.config.mapping import ParallelConfig
 from core.config.override import override, parse_assignment
 from core.config.precision import PrecisionConfig
 from core.config.run import CheckpointConfig, DataConfig, OptimizerConfig, RunConfig, TrainConfig
+from tests.core.said import sentence
 
 ATTENTION = GQA(heads=6, kv_heads=3, head_dim=10)
 EXPERTS = MoE(
@@ -66,7 +67,7 @@ RUN = RunConfig(
 def faults(*texts: str, ranks: int = 2) -> list[str]:
     run, wrong = override(replace(RUN, ranks=ranks), [parse_assignment(text) for text in texts])
     assert not wrong
-    return [str(fault) for fault in check(run)]
+    return [sentence(fault) for fault in check(run)]
 
 
 def with_router(router: Router) -> ModelConfig:
@@ -157,7 +158,7 @@ def test_expert_parallelism_must_divide_the_experts() -> None:
 def test_expert_parallelism_without_experts_is_refused() -> None:
     dense = replace(RUN.model, layers=(RUN.model.layers[0],))
     (fault,) = check(replace(RUN, model=dense))
-    assert str(fault) == "parallel.ep=2: spreads experts, and this model has none. Works: 1."
+    assert sentence(fault) == "parallel.ep=2: spreads experts, and this model has none. Works: 1."
 
 
 def test_warmup_and_decay_share_the_schedule() -> None:

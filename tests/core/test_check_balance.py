@@ -10,6 +10,7 @@ from core.check import check_model
 from core.config.architecture import Capacity, MoE, Router
 from core.config.override import override, parse_assignment
 from tests.core.config.test_override import RUN
+from tests.core.said import sentence
 
 ROUTER = "model.moe.router"
 
@@ -24,7 +25,7 @@ def found(*texts: str, **moe: object) -> list[str]:
         replace(layer, mlp=replace(layer.mlp, **moe)) if isinstance(layer.mlp, MoE) else layer
         for layer in run.model.layers
     )
-    return [str(fault) for fault in check_model(replace(run.model, layers=layers))]
+    return [sentence(fault) for fault in check_model(replace(run.model, layers=layers))]
 
 
 @pytest.mark.parametrize(

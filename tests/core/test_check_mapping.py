@@ -41,6 +41,7 @@ from core.pipeline.schedule import make_schedule
 from core.state.box import tiling_fault, whole
 from core.state.inventory import declared, replicas
 from core.transformer.stage import build_model
+from tests.core.said import sentence
 
 NORM = RMSNorm(eps=1e-6)
 ROUTER = Router(score="softmax", normalise=True)
@@ -62,7 +63,7 @@ MODEL = ModelConfig(
 
 
 def said(ranks: int, model: ModelConfig = MODEL, **degrees: Any) -> list[str]:
-    return [str(fault) for fault in check_mapping(model, ParallelConfig(**degrees), ranks)]
+    return [sentence(fault) for fault in check_mapping(model, ParallelConfig(**degrees), ranks)]
 
 
 def with_layers(*layers: Layer) -> ModelConfig:

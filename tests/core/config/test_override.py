@@ -23,6 +23,7 @@ from core.config.override import Assignment, override, parse_assignment, setting
 from core.config.precision import PrecisionConfig
 from core.config.run import CheckpointConfig, DataConfig, OptimizerConfig, RunConfig, TrainConfig
 from core.errors import ConfigError
+from tests.core.said import sentence
 
 ATTENTION = GQA(heads=6, kv_heads=3, head_dim=10)
 EXPERTS = MoE(
@@ -64,7 +65,7 @@ def changed(*texts: str, run: RunConfig = RUN) -> RunConfig:
 
 def faults_of(*texts: str, run: RunConfig = RUN) -> list[str]:
     _, faults = override(run, [parse_assignment(text) for text in texts])
-    return [str(fault) for fault in faults]
+    return [sentence(fault) for fault in faults]
 
 
 def test_each_section_takes_its_types() -> None:
@@ -164,7 +165,9 @@ def test_all_that_is_wrong_is_said_at_once_and_the_rest_is_applied() -> None:
 def test_one_key_with_two_values_is_a_fault_that_names_both_origins() -> None:
     items = [Assignment(key="train.steps", text="5", origin="--steps"), parse_assignment("train.steps=6")]
     _, faults = override(RUN, items)
-    assert [str(fault) for fault in faults] == ["train.steps=6: was also given as 5 by --steps. Works: one of the two."]
+    assert [sentence(fault) for fault in faults] == [
+        "train.steps=6: was also given as 5 by --steps. Works: one of the two."
+    ]
     assert not override(RUN, [items[0], parse_assignment("train.steps=5")])[1]
 
 

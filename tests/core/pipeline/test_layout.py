@@ -220,7 +220,7 @@ def test_degrees_that_contradict_the_layout_are_refused() -> None:
         layout_of(MODEL, ParallelConfig(pp=2, vpp=3, layout="E|t*5||L"))
     assert str(caught.value).splitlines()[1:] == [
         "  parallel.vpp=3: the layout 'E|t*5||L' has 4 stages, 2 on each of parallel.pp=2 pipeline ranks. "
-        "Works: 2, or 1, which takes it from the layout."
+        "Works: 2, or 1, which takes it from the layout. [layout.vpp]"
     ]
     for wrong, name in (
         (ParallelConfig(pp=-1), "pp=-1"),

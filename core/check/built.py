@@ -1,0 +1,33 @@
+"""What can be declared, planned and priced, and cannot run yet: refused when a job starts, so that nothing asked for is left out silently."""
+
+from __future__ import annotations
+
+from core.config.run import RunConfig
+from core.errors import Fault
+
+RULE = "can be planned and priced, and cannot run yet"
+
+
+def not_built(run: RunConfig) -> tuple[Fault, ...]:
+    """A fault for each thing that `run` asks for and that the engine cannot do; empty where it can be started."""
+    precision, memory, execution = run.precision, run.memory, run.execution
+    asked = {
+        "precision.recipe": (precision.recipe, None),
+        "precision.primary": (precision.primary, False),
+        "precision.main_gradients": (precision.main_gradients, "float32"),
+        "precision.moments": (precision.moments, "float32"),
+        "memory.offload": (",".join(memory.offload) or None, None),
+        "memory.optimizer_offload": (memory.optimizer_offload, 0.0),
+        "execution.graphs": (",".join(execution.graphs) or None, None),
+        "execution.dispatcher_sms": (execution.dispatcher_sms, None),
+    }
+    return tuple(
+        Fault(code="built.not-yet", setting=key, value=_written(value), rule=RULE, works=_written(works))
+        for key, (value, works) in asked.items()
+        if value != works
+    )
+
+
+def _written(value: object) -> str:
+    """As `--set` takes it."""
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

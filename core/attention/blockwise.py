@@ -25,9 +25,12 @@ aten = torch.ops.aten
 
 
 def block_backend(dtype: torch.dtype, device: torch.device) -> BlockBackend:
-    """Which kernel computes a block: torch's fused ones where there is one that tells the lse, else the definition."""
+    """Which kernel computes a block: torch's fused ones where there is one that tells the lse, else the definition. On the meta
+    device the GPU's, whatever the dtype: a plan asks for shapes, and the definition's are whole matrices of scores."""
     if device.type == "cpu":
         return "cpu_flash"
+    if device.type == "meta":
+        return "cuda_flash"
     return "cuda_flash" if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) else "plain"
 
 

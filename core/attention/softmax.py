@@ -41,6 +41,14 @@ def causal_attention_reference(q_TAD: Tensor, k_TGD: Tensor, v_TGV: Tensor, pack
     return torch.einsum("ats,sad->tad", logits.masked_fill(~seen, float("-inf")).softmax(-1), v)
 
 
+def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Torch's fused attention of [batch, heads, tokens, size]."""
+    if q.is_meta:
+        # Torch would fall back to the definition there, which keeps whole matrices of scores; a plan asks for what a GPU keeps.
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False, scale=scale)[0]
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+
+
 def _batch(q: Tensor, k: Tensor, v: Tensor, length: int, scale: float) -> Tensor:
     """Attention over sequences of `length` tokens each, behind one another."""
     heads, value_dim = q.shape[1], v.shape[2]
@@ -50,5 +58,5 @@ def _batch(q: Tensor, k: Tensor, v: Tensor, length: int, scale: float) -> Tensor
     q, k, v = (x.view(-1, length, x.shape[1], x.shape[2]).transpose(1, 2) for x in (q, k, v))
     if k.shape[1] != heads:
         k, v = k.repeat_interleave(heads // k.shape[1], 1), v.repeat_interleave(heads // v.shape[1], 1)
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+    out = _fused(q, k, v, scale)
     return out.transpose(1, 2).reshape(-1, heads, out.shape[-1])[..., :value_dim]

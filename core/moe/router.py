@@ -101,7 +101,7 @@ class Router(nn.Module):
         room = self._room(chosen, weights, inputs)
         kept, before = chosen, None
         if room is not None:
-            kept, weights, before = chosen.masked_fill(~room, -1), weights * room, chosen
+            kept, weights, before = chosen.masked_fill(~room, -1), weights * room.to(weights.device), chosen
         counts = occurrences(kept + 1, experts + 1)[1:]
         scope = inputs.scope
         balance = None
@@ -158,7 +158,8 @@ class Router(nn.Module):
         known = chosen.clamp(min=0)
         weights = weights_of(scores, known, score=router.score, normalise=router.normalise, scale=router.scale)
         if routed_TK is not None:
-            chosen, weights = chosen.masked_fill(~routed_TK, -1), weights * routed_TK
+            # Weights of a plan have no data, and lie elsewhere than the choices, which have.
+            chosen, weights = chosen.masked_fill(~routed_TK, -1), weights * routed_TK.to(weights.device)
         return chosen, weights
 
     def _in_one(self, logits_TE: Tensor, inputs: RouterInputs) -> bool:

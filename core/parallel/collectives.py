@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from core.parallel.groups import Group
+from core.parallel.imagined import fill_exchanged, fill_gathered, fill_reduced
 
 Rows = tuple[int, ...]
 
@@ -30,7 +31,7 @@ def all_gather(x: Tensor, group: Group) -> Tensor:
 
     Backward: the sum over ranks of the gradient of my rows (reduce-scatter).
     """
-    if group.handle is None:
+    if group.alone:
         return x
     return _Gather.apply(x, (x.shape[0],) * group.size, group)
 
@@ -46,7 +47,7 @@ def all_gather_rows(x: Tensor, counts: Sequence[int], group: Group) -> Tensor:
         raise ValueError(
             f"counts={tuple(counts)} give rank {group.position} {counts[group.position]} rows, not {x.shape[0]}"
         )
-    if group.handle is None:
+    if group.alone:
         return x
     return _Gather.apply(x, tuple(counts), group)
 
@@ -58,7 +59,7 @@ def reduce_scatter(x: Tensor, group: Group) -> Tensor:
     """
     if x.shape[0] % group.size:
         raise ValueError(f"{x.shape[0]} rows do not divide into equal parts for {group.size} ranks")
-    if group.handle is None:
+    if group.alone:
         return x
     return _ReduceScatter.apply(x, (x.shape[0] // group.size,) * group.size, group)
 
@@ -71,7 +72,7 @@ def reduce_scatter_rows(x: Tensor, counts: Sequence[int], group: Group) -> Tenso
     _check_rows(x, counts, group, "counts")
     if x.shape[0] != sum(counts):
         raise ValueError(f"counts={tuple(counts)} are {sum(counts)} rows, not {x.shape[0]}")
-    if group.handle is None:
+    if group.alone:
         return x
     return _ReduceScatter.apply(x, tuple(counts), group)
 
@@ -106,7 +107,7 @@ def start_all_to_all(x: Tensor, send_rows: Sequence[int], receive_rows: Sequence
     if send_rows[group.position] != receive_rows[group.position]:
         rows = f"{send_rows[group.position]} rows to itself but receives {receive_rows[group.position]}"
         raise ValueError(f"rank {group.position} sends {rows}")
-    if group.handle is None:
+    if group.alone:
         return UnderWay(rows=x, journey=None)
     journey = _Journey(group=group, send_rows=tuple(send_rows), receive_rows=tuple(receive_rows))
     return UnderWay(rows=_Depart.apply(x, journey), journey=journey)
@@ -119,10 +120,14 @@ def all_to_all_equal(x: Tensor, group: Group) -> Tensor:
     """
     if x.shape[0] % group.size:
         raise ValueError(f"{x.shape[0]} rows do not divide into equal parts for {group.size} ranks")
-    if group.handle is None:
+    if group.alone:
         return x
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     group.count("all_to_all", x.nbytes // group.size * (group.size - 1))
+    if group.imagined:
+        rows = (x.shape[0] // group.size,) * group.size
+        fill_exchanged(out, x, rows, rows, group.position)
+        return out
     group.wait(dist.all_to_all_single(out, x.detach().contiguous(), group=group.handle, async_op=True))
     return out
 
@@ -217,9 +222,12 @@ class _Arrive(torch.autograd.Function):
 
 def _all_reduce(x: Tensor, group: Group, operation: dist.ReduceOp.RedOpType) -> Tensor:
     total = x.detach().clone(memory_format=torch.contiguous_format)
-    if group.handle is None:
+    if group.alone:
         return total
     group.count("all_reduce", 2 * (group.size - 1) * total.nbytes // group.size)
+    if group.imagined:
+        fill_reduced(total, group.size, largest=operation == dist.ReduceOp.MAX)
+        return total
     group.wait(dist.all_reduce(total, op=operation, group=group.handle, async_op=True))
     return total
 
@@ -232,7 +240,9 @@ def _gather(x: Tensor, counts: Rows, group: Group) -> Tensor:
         return _exchange(x.repeat(group.size, *[1] * (x.dim() - 1)), _mine(counts, group), counts, group, "all_gather")
     group.count("all_gather", (group.size - 1) * x.nbytes)
     out = x.new_empty((sum(counts), *x.shape[1:]))
-    if out.numel():  # empty here means empty on every rank
+    if group.imagined:
+        fill_gathered(out, x)
+    elif out.numel():  # empty here means empty on every rank
         group.wait(gather_into(out, x.contiguous(), group=group.handle, async_op=True))
     return out
 
@@ -266,6 +276,9 @@ def _begin_exchange(
     out = x.new_empty((sum(receive_rows), *x.shape[1:]))
     row_bytes = x[:1].nbytes if x.shape[0] else 0
     group.count(name, row_bytes * (sum(send_rows) - send_rows[group.position]))
+    if group.imagined:
+        fill_exchanged(out, x, send_rows, receive_rows, group.position)
+        return out, None
     rows = list(receive_rows), list(send_rows)
     return out, dist.all_to_all_single(out, x, *rows, group=group.handle, async_op=True)
 

@@ -16,13 +16,19 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from core.parallel.groups import Channel, Divisions, Group, Groups, divide
 from core.parallel.mesh import Division, Mesh
+from core.parallel.meter import Meter
 
 
 @dataclass(kw_only=True)
 class PlannedWorld:
-    """The planned groups of every rank of a mesh, one after the other: ranks of one group share the tuple of its members."""
+    """The planned groups of every rank of a mesh, one after the other: ranks of one group share the tuple of its members.
+
+    imagined: their collectives can be called (core/parallel/imagined.py), and count what they would send on `meter`.
+    """
 
     divisions: Divisions
+    imagined: bool = False
+    meter: Meter | None = None
     known: dict[tuple[Division, int], tuple[int, ...]] = field(default_factory=dict)
 
     def groups(self, rank: int) -> Groups:
@@ -34,7 +40,14 @@ class PlannedWorld:
         members = self.known.get(key)
         if members is None:
             members = self.known[key] = division.members(rank)
-        return Group(ranks=members, position=bisect_left(members, rank), handle=None, axis=name)
+        return Group(
+            ranks=members,
+            position=bisect_left(members, rank),
+            handle=None,
+            axis=name,
+            meter=self.meter,
+            imagined=self.imagined and len(members) > 1,
+        )
 
 
 def plan_world(
@@ -44,8 +57,10 @@ def plan_world(
     ep_per_node: int = 1,
     embedding_stages: tuple[int, ...] = (0,),
     fsdp_replicas: int | None = None,
+    imagined: bool = False,
+    meter: Meter | None = None,
 ) -> PlannedWorld:
-    """The planned groups of all ranks of `mesh`; options as for `make_groups`."""
+    """The planned groups of all ranks of `mesh`; options as for `make_groups`. imagined, meter: as `PlannedWorld` has them."""
     divisions = divide(
         mesh,
         heads=heads,
@@ -53,7 +68,7 @@ def plan_world(
         embedding_stages=embedding_stages,
         fsdp_replicas=fsdp_replicas,
     )
-    return PlannedWorld(divisions=divisions)
+    return PlannedWorld(divisions=divisions, imagined=imagined, meter=meter)
 
 
 def planned_groups(

@@ -30,7 +30,8 @@ PIPES: tuple[Pipe, ...] = tuple((kind, up) for kind in ("activation", "gradient"
 class Group:
     """The ranks that communicate over one axis, and my position among them. `handle` is None in a group of one.
 
-    axis: under which name `meter` counts what is sent. baton: who runs while a collective is under way.
+    axis: under which name `meter` counts what is sent. baton: who runs while a collective is under way. imagined: no peer is
+    there, and collectives give what a plan needs of them (core/parallel/imagined.py); `handle` is None then too.
     """
 
     ranks: tuple[int, ...]
@@ -39,11 +40,17 @@ class Group:
     axis: str = ""
     meter: Meter | None = field(default=None, compare=False)
     baton: Baton | None = field(default=None, compare=False)
+    imagined: bool = False
 
     @property
     def size(self) -> int:
         """The number of ranks."""
         return len(self.ranks)
+
+    @property
+    def alone(self) -> bool:
+        """Whether a collective has nobody to send to: in a group of one, and in one that only says who would be in it."""
+        return self.handle is None and not self.imagined
 
     def count(self, collective: str, sent_bytes: int) -> None:
         """Tell the meter, if there is one, what leaves this rank."""

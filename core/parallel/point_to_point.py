@@ -51,17 +51,17 @@ def start_hops(hops: Sequence[Hop], group: Group, *, tag: int = 0) -> Exchange:
     for hop in hops:
         if hop.x.dim() != 1 or not hop.x.is_contiguous():
             raise ValueError(f"a sent tensor has one contiguous dimension, not shape {tuple(hop.x.shape)}")
-        if group.handle is None and hop.elements != hop.x.numel():
+        if group.alone and hop.elements != hop.x.numel():
             raise ValueError(f"a rank alone sends itself {hop.x.numel()} elements and cannot receive {hop.elements}")
     sent = tuple(hop.x for hop in hops)
-    if group.handle is None:
+    if group.alone:
         return Exchange(received=sent, sent=sent, works=())
     received = tuple(hop.x.new_empty(hop.elements) for hop in hops)
     messages = []
     for number, (hop, into) in enumerate(zip(hops, received, strict=True)):
         for call, part, position in ((dist.isend, hop.x, hop.to), (dist.irecv, into, hop.source)):
             # Tensors on the meta device, of a plan, have nothing to send; torch's calls over rows know that, these do not.
-            if part.numel() and not part.is_meta:
+            if part.numel() and not part.is_meta and not group.imagined:
                 peer = group.ranks[position % group.size]
                 messages.append(dist.P2POp(call, part, peer, group.handle, tag + number))
         group.count("send", hop.x.nbytes)

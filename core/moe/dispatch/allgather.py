@@ -39,7 +39,7 @@ class AllGatherDispatcher:
 
     def dispatch_preprocess(self, hidden_TH: Tensor, routing: Routing) -> tuple[Rows, AllGatherPlan]:
         """Two small all-gathers: how many tokens each rank has, and which experts they chose."""
-        count = torch.tensor([hidden_TH.shape[0]], device=hidden_TH.device)
+        count = torch.tensor([hidden_TH.shape[0]], device=routing.experts_TK.device)
         tokens = all_gather_rows(count, [1] * self.group.size, self.group).tolist()
         experts = all_gather_rows(routing.experts_TK.to(torch.int32), tokens, self.group).to(torch.int64)
         return Rows(hidden=hidden_TH, weights=routing.weights_TK), AllGatherPlan(tokens=tokens, experts_TK=experts)

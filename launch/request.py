@@ -9,11 +9,11 @@ from pathlib import Path
 from core.check import check, check_model
 from core.config.architecture import ModelConfig
 from core.config.family import Family, Preset
-from core.config.mapping import PACKAGES
 from core.config.override import Assignment, override, parse_assignment, settings
 from core.config.run import DataConfig, RunConfig
 from core.errors import ConfigError, Fault
 from launch.folder import Init, anywhere
+from launch.hardware_rules import check_hardware
 from launch.profiles import find_profile
 
 DEFAULT_HARDWARE = "cpu"
@@ -92,7 +92,7 @@ def new_run(request: Request, family: Family, initial: Initial | None = None) ->
         length = max(preset.train.schedule_steps or preset.train.steps, run.train.steps)
         run = replace(run, train=replace(run.train, schedule_steps=length))
     run = _settled(run)
-    _raise_faults([*faults, *wrong, *check(run), *_without_gpu(run)])
+    _raise_faults([*faults, *wrong, *check(run), *check_hardware(run, find_profile(run.hardware))])
     init = None if initial is None else initial.init
     return Planned(run=run, origins=origins | _ranks_origin(request, "preset"), init=init)
 
@@ -115,16 +115,8 @@ def resumed_run(request: Request, family: Family, begun: RunConfig) -> Planned:
     for key in sorted(before.keys() | after.keys()):
         if key.startswith(KEPT_ON_RESUME) and before.get(key) != after.get(key):
             faults.append(_changed(key, after.get(key), before.get(key)))
-    _raise_faults([*faults, *wrong, *check(run), *_without_gpu(run)])
+    _raise_faults([*faults, *wrong, *check(run), *check_hardware(run, find_profile(run.hardware))])
     return Planned(run=run, origins=_origins(run, items, "run") | _ranks_origin(request, "run"))
-
-
-def _without_gpu(run: RunConfig) -> Iterator[Fault]:
-    """A fault where the dispatcher is a package of kernels for hardware that the run does not have."""
-    dispatcher = run.parallel.dispatcher
-    if dispatcher in PACKAGES and find_profile(run.hardware).device == "cpu":
-        rule = f"runs on GPUs alone, and --hw is {run.hardware}"
-        yield Fault(setting="parallel.dispatcher", value=dispatcher, rule=rule, works="flex, alltoall or allgather")
 
 
 def _assignments(request: Request) -> tuple[list[Assignment], list[Fault]]:

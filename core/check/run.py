@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from core.check.execution import check_execution
 from core.check.limits import check_package
 from core.check.mapping import check_mapping
 from core.check.model import check_model
+from core.check.precision import check_precision
 from core.check.words import above, at_least, nearest_multiples, positive
 from core.config.architecture import MoE
 from core.config.run import RunConfig
@@ -22,6 +24,8 @@ def check(run: RunConfig) -> tuple[Fault, ...]:
         *_train(run),
         *_optimizer(run),
         *_data(run),
+        *check_precision(run),
+        *check_execution(run),
         *_checkpoint(run),
     ]
     return tuple(dict.fromkeys(found))

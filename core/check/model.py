@@ -19,7 +19,8 @@ SMALLEST_VOCAB = 257
 def check_model(model: ModelConfig) -> tuple[Fault, ...]:
     """Every fault of a model alone, whatever it runs on."""
     found = [*_sizes(model)]
-    for _, layer in model.all_layers():
+    # Equal layers have equal faults, and a search checks thousands of runs of one model.
+    for layer in dict.fromkeys(layer for _, layer in model.all_layers()):
         found += _gqa(layer.attention) if isinstance(layer.attention, GQA) else _mla(layer.attention)
         found += _dense(layer.mlp) if isinstance(layer.mlp, Dense) else _moe(layer.mlp)
     return tuple(dict.fromkeys(found))
@@ -30,11 +31,15 @@ def _sizes(model: ModelConfig) -> Iterator[Fault]:
     if model.vocab < SMALLEST_VOCAB:
         rule = "must hold the 256 bytes and the mark between documents"
         yield Fault(
-            code="model.vocab", setting="model.vocab", value=model.vocab, rule=rule, works=f"{SMALLEST_VOCAB} or more"
+            code="model.vocab-of-bytes",
+            setting="model.vocab",
+            value=model.vocab,
+            rule=rule,
+            works=f"{SMALLEST_VOCAB} or more",
         )
     if not model.layers:
         yield Fault(
-            code="model.layers", setting="model.num_layers", value=0, rule="must be positive", works="1 or more"
+            code="model.some-layers", setting="model.num_layers", value=0, rule="must be positive", works="1 or more"
         )
     yield from above("model.norm.eps", model.norm.eps, 0)
     yield from above("model.rope.theta", model.rope.theta, 1)
@@ -122,7 +127,7 @@ def _router(router: Router) -> Iterator[Fault]:
     if router.jitter is not None and not 0 < router.jitter < 1:
         rule = "must lie between 0 and 1, both excluded"
         yield Fault(
-            code="model.jitter",
+            code="model.jitter-range",
             setting="model.moe.router.jitter",
             value=router.jitter,
             rule=rule,

@@ -40,12 +40,11 @@ def check_limits(model: ModelConfig, parallel: ParallelConfig) -> Iterator[Fault
         "pad": "moves as many rows as are routed, and the pad of model.moe.capacity wants a fixed number",
         "budget": f"knows no budget, and parallel.expert_budget={parallel.expert_budget} is one",
     }
-    codes = {"capacity": "dispatcher.capacity", "pad": "dispatcher.pad", "budget": "dispatcher.budget"}
     for limit, wanted in asked.items():
         if wanted and limit not in LIMITS[parallel.dispatcher]:
             works = " or ".join(name for name, limits in LIMITS.items() if all(x in limits for x in asked if asked[x]))
             yield Fault(
-                code=codes[limit],
+                code="dispatcher.limit",
                 setting="parallel.dispatcher",
                 value=parallel.dispatcher,
                 rule=told[limit],

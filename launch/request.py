@@ -9,30 +9,42 @@ from pathlib import Path
 from core.check import check, check_model
 from core.config.architecture import ModelConfig
 from core.config.family import Family, Preset
+from core.config.mapping import ParallelConfig
 from core.config.override import Assignment, override, parse_assignment, settings
 from core.config.run import DataConfig, RunConfig
 from core.errors import ConfigError, Fault
+from launch.choice import choose_continued, choose_preset, preset_origin
 from launch.folder import Init, anywhere
 from launch.hardware_rules import check_hardware
 from launch.profiles import find_profile
 
 DEFAULT_HARDWARE = "cpu"
 INIT = "--init"
+BATCH = "train.global_batch"
+SCALED = "scaled from preset by --gpus"
 # What decides the tokens of every step and what is computed from them: a resumed run must keep it.
 # And where its checkpoints are: elsewhere it would find none and begin again.
 KEPT_ON_RESUME = (
     *("model.", "data.", "train.seed", "train.sequence_tokens", "train.global_batch"),
     *("train.forced_routing", "checkpoint.address"),
 )
+# What it takes from another preset, beside the number of ranks: where and how it runs.
+FROM_PRESET = ("parallel.", "precision.", "memory.", "execution.", "train.microbatch")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A launch as the user typed it; None where a flag was not given. `settings` are the texts of --set."""
+    """A launch as the user typed it; None where a flag was not given. `settings` are the texts of --set.
+
+    preset: the name of a set-up among those of the size and hardware. gpus: the number of ranks too, and the global batch of a new
+    run follows its data-parallel ranks unless it is given.
+    """
 
     size: str | None = None
     hardware: str | None = None
+    preset: str | None = None
     ranks: int | None = None
+    gpus: int | None = None
     steps: int | None = None
     seed: int | None = None
     data: str | None = None
@@ -58,14 +70,16 @@ class Initial:
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A run that keeps every rule, and where each of its settings comes from: `preset`, `run`, `--set` or a flag.
+    """A run that keeps every rule, and where each of its settings comes from: `preset NAME`, `run`, `--set` or a flag.
 
-    init: the weights that it begins with, None for random ones.
+    init: the weights that it begins with, None for random ones. preset: the set-up that was taken, None where a run is resumed as
+    it was.
     """
 
     run: RunConfig
     origins: Mapping[str, str]
     init: Init | None = None
+    preset: Preset | None = None
 
 
 def new_run(request: Request, family: Family, initial: Initial | None = None) -> Planned:
@@ -79,44 +93,104 @@ def new_run(request: Request, family: Family, initial: Initial | None = None) ->
         preset = _find_preset(request, family, initial)
     except ConfigError as error:
         raise ConfigError([*error.faults, *faults]) from None
-    base = _from_preset(preset, family, initial)
-    if request.ranks is not None:
-        base = replace(base, ranks=request.ranks)
+    base = replace(_from_preset(preset, family, initial), ranks=_world(request, preset.ranks))
     run, wrong = override(base, items)
-    origins = _origins(run, items, "preset")
+    origin = preset_origin(preset)
+    origins = _origins(run, items, origin) | _world_origin(request, origin)
     if initial is not None:
         faults += [*_unlike(request, family, initial), *_misfits(base, items, initial)]
         named = {item.key for item in items}
         origins |= {key: INIT for key in origins if key.startswith("model.") and key not in named}
-    if origins["train.schedule_steps"] == "preset":
+    if origins["train.schedule_steps"] == origin:
         length = max(preset.train.schedule_steps or preset.train.steps, run.train.steps)
         run = replace(run, train=replace(run.train, schedule_steps=length))
+    if request.gpus is not None and origins[BATCH] == origin:
+        run, before = _scaled(run, preset), run
+        origins |= {} if run == before else {BATCH: SCALED}
     run = _settled(run)
-    _raise_faults([*faults, *wrong, *check(run), *check_hardware(run, find_profile(run.hardware))])
-    init = None if initial is None else initial.init
-    return Planned(run=run, origins=origins | _ranks_origin(request, "preset"), init=init)
+    _raise_faults([*faults, *wrong, *_found(run, request)])
+    return Planned(run=run, origins=origins, init=None if initial is None else initial.init, preset=preset)
 
 
 def resumed_run(request: Request, family: Family, begun: RunConfig) -> Planned:
     """The run that continues `begun`: other steps, ranks, mapping or intervals, and the same model, data and seed.
 
-    Raises ConfigError with every fault, among them each setting that would break the continuity.
+    With --preset, where and how it runs comes from that set-up. The global batch stays whatever the world is: what a step learns from
+    belongs to the run. Raises ConfigError with every fault, among them each setting that would break the continuity.
     """
     items, faults = _assignments(request)
     for flag, asked, held in (("MODEL", family.name, begun.family), ("--size", request.size or begun.size, begun.size)):
         if asked != held:
             faults.append(_changed(flag, asked, held))
-    base = replace(begun, ranks=request.ranks or begun.ranks)
+    base, preset = begun, None
     if request.hardware is not None:
         base = replace(base, hardware=find_profile(request.hardware).name)
+    if request.preset is not None and not faults:
+        preset = choose_preset(family, hardware=base.hardware, size=begun.size, name=request.preset)
+        base = _moved(base, preset)
+    base = replace(base, ranks=_world(request, base.ranks))
     run, wrong = override(base, items)
     run = _settled(run)
     before, after = settings(begun), settings(run)
     for key in sorted(before.keys() | after.keys()):
         if key.startswith(KEPT_ON_RESUME) and before.get(key) != after.get(key):
             faults.append(_changed(key, after.get(key), before.get(key)))
-    _raise_faults([*faults, *wrong, *check(run), *check_hardware(run, find_profile(run.hardware))])
-    return Planned(run=run, origins=_origins(run, items, "run") | _ranks_origin(request, "run"))
+    _raise_faults([*faults, *wrong, *_found(run, request)])
+    origins = _origins(run, items, "run") | _world_origin(request, "run")
+    if preset is not None:
+        taken = (key for key, origin in origins.items() if origin == "run" and key.startswith((*FROM_PRESET, "ranks")))
+        origins |= dict.fromkeys(taken, preset_origin(preset))
+    return Planned(run=run, origins=origins, preset=preset)
+
+
+def _found(run: RunConfig, request: Request) -> Iterator[Fault]:
+    """Every fault of the run, and of how many ranks it was asked to have."""
+    if None not in (request.ranks, request.gpus) and request.ranks != request.gpus:
+        rule = f"is another number than --ranks={request.ranks}, and every GPU has one rank"
+        works = f"--gpus={request.gpus} alone, which scales the global batch, or --ranks alone, which does not"
+        yield Fault(code="request.one-world", setting="--gpus", value=request.gpus, rule=rule, works=works)
+    flag = "--ranks" if request.gpus is None else "--gpus"
+    for fault in (*check(run), *check_hardware(run, find_profile(run.hardware))):
+        yield replace(fault, setting=flag) if fault.setting == "--ranks" else fault
+
+
+def _world(request: Request, otherwise: int) -> int:
+    """How many ranks there will be."""
+    asked = request.ranks if request.gpus is None else request.gpus
+    return otherwise if asked is None else asked
+
+
+def _scaled(run: RunConfig, preset: Preset) -> RunConfig:
+    """The run in another world, with as many sequences a step for each data-parallel rank as the preset has in its own.
+
+    Data-parallel ranks are what tp, cp and pp leave of the world, so changing these too changes the batch. Where a world cannot be
+    folded, the run is left for its check to refuse.
+    """
+    before, after = _replicas(preset.parallel, preset.ranks), _replicas(run.parallel, run.ranks)
+    sequences = preset.train.global_batch * after
+    if run.ranks == preset.ranks or 0 in (before, after) or sequences % before:
+        return run
+    return replace(run, train=replace(run.train, global_batch=sequences // before))
+
+
+def _replicas(parallel: ParallelConfig, ranks: int) -> int:
+    """Data-parallel ranks; none where the mapping does not fold the world."""
+    degrees = parallel.tp * parallel.cp * parallel.pp
+    folds = min(parallel.tp, parallel.cp, parallel.pp, ranks) > 0 and ranks % degrees == 0
+    return ranks // degrees if folds else 0
+
+
+def _moved(run: RunConfig, preset: Preset) -> RunConfig:
+    """The run, where and how the preset runs."""
+    return replace(
+        run,
+        ranks=preset.ranks,
+        parallel=preset.parallel,
+        precision=preset.precision,
+        memory=preset.memory,
+        execution=preset.execution,
+        train=replace(run.train, microbatch=preset.train.microbatch),
+    )
 
 
 def _assignments(request: Request) -> tuple[list[Assignment], list[Fault]]:
@@ -138,29 +212,12 @@ def _assignments(request: Request) -> tuple[list[Assignment], list[Fault]]:
 
 
 def _find_preset(request: Request, family: Family, initial: Initial | None) -> Preset:
-    """The family's preset for the size and the hardware; without a size, the first one for the hardware. For weights that are there,
-    its preset for going on from them."""
+    """The family's preset that is asked for; for weights that are there, its preset for going on from them."""
     hardware = find_profile(request.hardware or DEFAULT_HARDWARE).name
     if initial is not None:
-        return _find_continued(family, hardware)
+        return choose_continued(family, hardware=hardware, name=request.preset)
     size = None if request.size is None else family.size(request.size).name
-    for preset in family.presets:
-        if preset.hardware == hardware and size in (None, preset.size):
-            return preset
-    there = [preset for preset in family.presets if size in (None, preset.size)]
-    works = ", ".join(f"--size {preset.size} --hw {preset.hardware}" for preset in there or family.presets)
-    rule = f"has no set-up of {family.name}{f' {size}' if size else ''}"
-    raise ConfigError([Fault(setting="--hw", value=hardware, rule=rule, works=works)])
-
-
-def _find_continued(family: Family, hardware: str) -> Preset:
-    """The family's preset for going on from weights on the hardware. Raises ConfigError where there is none."""
-    for preset in family.continued:
-        if preset.hardware == hardware:
-            return preset
-    works = ", ".join(f"--hw {preset.hardware}" for preset in family.continued) or f"no {INIT}"
-    rule = f"has no set-up for going on from weights of {family.name}"
-    raise ConfigError([Fault(setting="--hw", value=hardware, rule=rule, works=works)])
+    return choose_preset(family, hardware=hardware, size=size, name=request.preset)
 
 
 def _unlike(request: Request, family: Family, initial: Initial) -> Iterator[Fault]:
@@ -228,8 +285,9 @@ def _origins(run: RunConfig, items: Sequence[Assignment], otherwise: str) -> dic
     return {key: given.get(key, otherwise) for key in settings(run)}
 
 
-def _ranks_origin(request: Request, otherwise: str) -> dict[str, str]:
-    return {"ranks": otherwise if request.ranks is None else "--ranks"}
+def _world_origin(request: Request, otherwise: str) -> dict[str, str]:
+    given = "--gpus" if request.gpus is not None else otherwise if request.ranks is None else "--ranks"
+    return {"ranks": given}
 
 
 def _changed(setting: str, value: object, held: object) -> Fault:

@@ -1,6 +1,8 @@
 """Qwen3 with Mixture-of-Experts as published: arXiv 2505.09388 table 2, and the released config.json of each size."""
 
-from core.config.architecture import GQA, AuxLoss, Layer, ModelConfig, MoE, RMSNorm, Rope, Router, repeat
+from dataclasses import replace
+
+from core.config.architecture import GQA, AuxLoss, Layer, ModelConfig, MoE, RMSNorm, Rope, Router, Yarn, repeat
 from core.config.family import Size
 
 NORM = RMSNorm(eps=1e-6)
@@ -41,6 +43,10 @@ QWEN3_235B_A22B = ModelConfig(
         ),
     ),
 )
+# The model card stretches the rotation so for 131,072 tokens; the weights are those of the release.
+QWEN3_235B_A22B_128K = replace(
+    QWEN3_235B_A22B, max_tokens=131072, rope=Yarn(theta=1e6, factor=4.0, trained_tokens=32768)
+)
 TINY = ModelConfig(
     vocab=4096,
     hidden=256,
@@ -70,5 +76,10 @@ SIZES = (
         model=QWEN3_235B_A22B,
         source="arXiv 2505.09388 table 2, and config.json of the release",
         published="Qwen/Qwen3-235B-A22B",
+    ),
+    Size(
+        name="235b_a22b_128k",
+        model=QWEN3_235B_A22B_128K,
+        source="as 235b_a22b, with the YaRN of the model card of Qwen/Qwen3-235B-A22B for 131,072 tokens",
     ),
 )

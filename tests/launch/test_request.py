@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from core.config.mapping import PACKAGES
+from core.config.mapping import PACKAGES, ParallelConfig
+from core.config.memory import MemoryConfig
+from core.config.precision import PrecisionConfig
 from core.config.run import RunConfig
 from core.errors import ConfigError
 from launch.describe import describe
@@ -78,7 +80,7 @@ def test_one_setting_by_flag_and_by_set_with_two_values_is_refused() -> None:
     ("asked", "parts"),
     [
         ({"size": "tinny"}, ("--size=tinny: is not a size of odd. Works: tiny, huge.",)),
-        ({"hardware": "tpu"}, ("--hw=tpu: is not a known kind of hardware. Works: cpu, gpu.",)),
+        ({"hardware": "tpu"}, ("--hw=tpu: is not a known kind of hardware. Works: cpu, gpu, gb300,",)),
         ({"hardware": "gpu"}, ("--hw=gpu: has no set-up of odd. Works: --size tiny --hw cpu.",)),
         ({"size": "huge"}, ("--hw=cpu: has no set-up of odd huge. Works: --size tiny --hw cpu.",)),
         ({"size": "tinny", "settings": ("x",)}, ("--size=tinny", "--set=x: is not of the form key=value")),
@@ -88,6 +90,148 @@ def test_an_unknown_size_or_hardware_names_those_there_are(asked: dict[str, obje
     with pytest.raises(ConfigError) as error:
         plan(**asked)
     assert all(part in faults(error) for part in parts)
+
+
+CLUSTER = replace(
+    FAMILY.presets[0],
+    name="bf16",
+    hardware="h100",
+    ranks=16,
+    parallel=ParallelConfig(pp=2, ep=2),
+    train=replace(FAMILY.presets[0].train, global_batch=48),
+    precision=PrecisionConfig(compute="bfloat16"),
+)
+CAREFUL = replace(
+    CLUSTER,
+    name="bf16-careful",
+    ranks=8,
+    parallel=ParallelConfig(ep=2),
+    train=replace(CLUSTER.train, microbatch=1),
+    memory=MemoryConfig(recompute=("full",)),
+)
+MANY = replace(FAMILY, presets=(*FAMILY.presets, CLUSTER, CAREFUL, replace(CLUSTER, size="huge", hardware="gb200")))
+
+
+def of_many(**asked: object) -> Planned:
+    """Planned from a family with two set-ups for one kind of hardware; the first has 8 data-parallel ranks and 6 sequences for each."""
+    return new_run(Request(**asked), MANY)  # type: ignore[arg-type]
+
+
+def test_a_set_up_is_found_by_hardware_size_and_name_and_the_first_is_taken_without() -> None:
+    assert of_many(hardware="h100").preset == CLUSTER
+    assert of_many(hardware="h100", preset="bf16-careful", size="tiny").preset == CAREFUL
+    assert of_many(hardware="gb200").run.size == "huge"
+    assert of_many().run.hardware == "cpu"
+    planned = of_many(hardware="h100", preset="bf16-careful", steps=60)
+    origins = planned.origins
+    assert (origins["parallel.ep"], origins["ranks"]) == ("preset bf16-careful", "preset bf16-careful")
+    assert origins["train.steps"] == "--steps"
+    assert planned.run.memory.recompute == ("full",)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (
+            {"hardware": "h100", "preset": "bf16-carefull"},
+            "--preset=bf16-carefull: is no set-up of odd for --hw h100 (did you mean bf16-careful?). Works: bf16, bf16-careful.",
+        ),
+        (
+            {"preset": "bf16"},
+            "--preset=bf16: is no set-up of odd for --hw cpu. Works: default; bf16 with --size tiny --hw h100; --size huge --hw gb200.",
+        ),
+        (
+            {"size": "huge", "hardware": "gb200", "preset": "zzz"},
+            "--preset=zzz: is no set-up of odd huge for --hw gb200. Works: bf16.",
+        ),
+        (
+            {"hardware": "a100"},
+            "--hw=a100: has no set-up of odd. Works: --size tiny --hw cpu or h100; --size huge --hw gb200.",
+        ),
+        ({"size": "huge"}, "--hw=cpu: has no set-up of odd huge. Works: --size huge --hw gb200."),
+    ],
+)
+def test_a_name_that_is_no_set_up_names_those_there_are(asked: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        of_many(**asked)
+    assert message in faults(error)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "settings", "batch"),
+    [
+        (16, (), 48),
+        (32, (), 96),
+        (8, (), 24),
+        (64, (), 192),
+        (6, ("parallel.ep=3",), 18),
+        # what tp, cp and pp take of the world is no data-parallel rank
+        (64, ("parallel.pp=1",), 384),
+        (64, ("parallel.cp=2",), 96),
+        (96, ("parallel.tp=3",), 96),
+    ],
+)
+def test_f2_the_batch_follows_the_data_parallel_ranks_of_the_world(
+    gpus: int, settings: tuple[str, ...], batch: int
+) -> None:
+    planned = of_many(hardware="h100", gpus=gpus, settings=settings)
+    assert (planned.run.ranks, planned.run.train.global_batch) == (gpus, batch)
+    scaled = "preset bf16" if batch == 48 else "scaled from preset by --gpus"
+    assert (planned.origins["ranks"], planned.origins["train.global_batch"]) == ("--gpus", scaled)
+
+
+def test_f2_a_batch_that_is_given_is_kept_and_ranks_leave_it() -> None:
+    given = of_many(hardware="h100", gpus=32, settings=("train.global_batch=64",))
+    assert (given.run.train.global_batch, given.origins["train.global_batch"]) == (64, "--set")
+    same = of_many(hardware="h100", gpus=32, settings=("train.global_batch=48", "train.microbatch=1"))
+    assert (same.run.train.global_batch, same.origins["train.global_batch"]) == (48, "--set")
+    ranks = of_many(hardware="h100", ranks=8)
+    assert (ranks.run.train.global_batch, ranks.origins["train.global_batch"]) == (48, "preset bf16")
+    with pytest.raises(ConfigError, match=r"train\.global_batch=50: must be a multiple of .*Works: 32 or 64"):
+        of_many(hardware="h100", gpus=32, settings=("train.global_batch=50",))
+
+
+@pytest.mark.parametrize(("gpus", "works"), [(18, "16 or 20"), (3, "4"), (0, "1 or more"), (-4, "1 or more")])
+def test_f2_a_world_with_a_fraction_of_a_data_parallel_rank_is_refused_by_the_flag_that_was_given(
+    gpus: int, works: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        of_many(hardware="h100", gpus=gpus)
+    text = faults(error)
+    assert f"--gpus={gpus}: must be" in text and works in text and "--ranks=" not in text
+
+
+def test_two_sizes_of_one_world_are_refused_and_one_said_twice_is_not() -> None:
+    assert of_many(hardware="h100", gpus=32, ranks=32).run.train.global_batch == 96
+    with pytest.raises(ConfigError, match="--gpus=32: is another number than --ranks=16"):
+        of_many(hardware="h100", gpus=32, ranks=16)
+
+
+def test_a_run_goes_on_with_another_set_up_and_keeps_what_it_learns_from() -> None:
+    begun = of_many(hardware="h100", settings=("optimizer.learning_rate=0.25",)).run
+    planned = resumed_run(Request(preset="bf16-careful", settings=("parallel.ep=1",)), MANY, begun)
+    run, origins = planned.run, planned.origins
+    assert (run.ranks, run.parallel.pp, run.memory.recompute) == (8, 1, ("full",))
+    assert (run.train.global_batch, run.train.microbatch, run.optimizer.learning_rate) == (48, 1, 0.25)
+    assert (origins["parallel.pp"], origins["parallel.ep"], origins["ranks"]) == (
+        "preset bf16-careful",
+        "--set",
+        "preset bf16-careful",
+    )
+    assert (origins["train.global_batch"], origins["train.microbatch"]) == ("run", "preset bf16-careful")
+    assert planned.preset == CAREFUL
+
+
+def test_a_run_goes_on_over_more_gpus_with_its_own_batch() -> None:
+    begun = of_many(hardware="h100").run
+    planned = resumed_run(Request(gpus=48), MANY, begun)
+    assert (planned.run.ranks, planned.run.train.global_batch, planned.origins["ranks"]) == (48, 48, "--gpus")
+    with pytest.raises(ConfigError, match=r"train\.global_batch=48: must be a multiple of"):
+        resumed_run(Request(gpus=20), MANY, begun)
+    with pytest.raises(ConfigError, match="--preset=zzz: is no set-up of odd tiny for --hw h100"):
+        resumed_run(Request(preset="zzz"), MANY, begun)
+    moved = resumed_run(Request(hardware="cpu", preset="default"), MANY, begun).run
+    assert (moved.hardware, moved.ranks, moved.precision.compute, moved.train.global_batch) == ("cpu", 2, "float32", 48)
 
 
 def resumed(begun: RunConfig, **asked: object) -> Planned:

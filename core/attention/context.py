@@ -7,12 +7,14 @@ of heads. A group of one rank in either is that way left out; with both, heads a
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from core.attention.heads import gather_heads, gather_tokens, token_order
+from core.attention.heads import TokenOrder, gather_heads, gather_tokens, token_order
 from core.attention.packing import Packing
 from core.attention.ring import ring_attention, whole_keys
-from core.attention.softmax import causal_attention
+from core.attention.softmax import attend, attention_operands
+from core.memory.recompute import recompute
 from core.parallel.groups import Group
 
 
@@ -26,6 +28,7 @@ def context_attention(
     ring: Group,
     heads: Group,
     shared_key: Tensor | None = None,
+    again: bool = False,
 ) -> Tensor:
     """softmax(scale * q k^T) v within each whole sequence, no token seeing a later one, for my own tokens: [T, A, V].
 
@@ -34,20 +37,53 @@ def context_attention(
     packing.index_T, which differ in number between ranks and may be none; every rank takes part all the same, forward and
     backward. One all-to-all over `heads` before and one after, each way; `ring` as in `ring_attention`. With one rank in
     both it is `causal_attention`.
+    again: in the backward all but the exchange of heads is made again from what that brought.
     Raises ValueError where heads.size divides not A, or neither divides G nor is a multiple of it.
     """
     assert packing.index_T.shape[0] == q_TAD.shape[0], "the packing is of another batch"
-    if heads.size == 1:
-        return _over_ring(q_TAD, k_TGD, v_TGV, shared_key, packing, scale, ring)
-    order = token_order(packing.lengths, ring, heads, q_TAD.device)
-    q, k, v, shared = gather_tokens(q_TAD, k_TGD, v_TGV, order, heads, shared_key_TS=shared_key)
-    return gather_heads(_over_ring(q, k, v, shared, packing, scale, ring), order, heads)
+    form = (v_TGV.shape[-1], v_TGV.dtype)
+    steps = ContextAttention(packing, scale, ring=ring, heads=heads, values=form)
+    shared = () if shared_key is None else (shared_key,)
+    arrived = steps.arrive(q_TAD, k_TGD, v_TGV, *shared)
+    return steps.home(recompute(steps.whole, *arrived) if again else steps.whole(*arrived))
 
 
-def _over_ring(
-    q: Tensor, k: Tensor, v: Tensor, shared: Tensor | None, packing: Packing, scale: float, ring: Group
-) -> Tensor:
-    """The attention of all tokens that my place in the ring holds."""
-    if ring.size > 1:
-        return ring_attention(q, k, v, packing.lengths, scale, ring, shared_key_TS=shared)
-    return causal_attention(q, k if shared is None else whole_keys(k, shared), v, packing, scale)
+class ContextAttention:
+    """`context_attention` of one batch in steps, for whoever makes one of them again. values: head size and dtype of v."""
+
+    def __init__(
+        self, packing: Packing, scale: float, *, ring: Group, heads: Group, values: tuple[int, torch.dtype]
+    ) -> None:
+        self.packing, self.scale, self.ring, self.heads, self.values = packing, scale, ring, heads, values
+        self.order: TokenOrder | None = None
+        if heads.size > 1:
+            self.order = token_order(packing.lengths, ring, heads, packing.index_T.device)
+
+    def arrive(self, q: Tensor, k: Tensor, v: Tensor, *shared: Tensor) -> tuple[Tensor, ...]:
+        """The same of the tokens and heads that my place in the ring computes. One all-to-all over `heads`."""
+        if self.order is None:
+            return q, k, v, *shared
+        q, k, v, key = gather_tokens(q, k, v, self.order, self.heads, shared_key_TS=shared[0] if shared else None)
+        return (q, k, v) if key is None else (q, k, v, key)
+
+    def operands(self, q: Tensor, k: Tensor, v: Tensor, *shared: Tensor) -> tuple[Tensor, ...]:
+        """What the attention itself takes and keeps."""
+        if self.ring.size > 1:
+            return q, k, v, *shared
+        return attention_operands(q, whole_keys(k, shared[0]) if shared else k, v)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *shared: Tensor) -> Tensor:
+        """The attention of `operands`."""
+        if self.ring.size > 1:
+            key = shared[0] if shared else None
+            return ring_attention(q, k, v, self.packing.lengths, self.scale, self.ring, shared_key_TS=key)
+        size, dtype = self.values
+        return attend(q, k, v, self.packing, self.scale)[..., :size].to(dtype)
+
+    def whole(self, *arrived: Tensor) -> Tensor:
+        """The attention of what has arrived."""
+        return self.attend(*self.operands(*arrived))
+
+    def home(self, out: Tensor) -> Tensor:
+        """All heads of my own tokens: [T, A, V]. One all-to-all over `heads`."""
+        return out if self.order is None else gather_heads(out, self.order, self.heads)

@@ -22,7 +22,7 @@ class GroupedQueryAttention(nn.Module):
 
     def __init__(self, config: GQA, model: ModelConfig, *, place: Place) -> None:
         super().__init__()
-        self.place = place
+        self.place, self.again = place, place.again("core_attn")
         self.head_dim = config.head_dim
         self.scale = softmax_scale(config.head_dim, model.rope)
 
@@ -39,11 +39,17 @@ class GroupedQueryAttention(nn.Module):
 
     def forward(self, x_TH: Tensor, packing: Packing, turn: Rotation) -> Tensor:
         """[my tokens, hidden] to the same. An all-gather and a reduce-scatter over tp, and what the context needs over cp."""
-        everyone = self.place.gather_sequence(x_TH, packing.rows)
-        q, k, v = (layer(everyone).unflatten(-1, (-1, self.head_dim)) for layer in (self.query, self.key, self.value))
+        q, k, v = self.place.with_sequence(x_TH, packing.rows, self._heads)
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         groups = self.place.groups
         q, k = rotate_halves(q, turn), rotate_halves(k, turn)
-        out = context_attention(q, k, v, packing, self.scale, ring=groups.ring, heads=groups.heads)
+        out = context_attention(q, k, v, packing, self.scale, ring=groups.ring, heads=groups.heads, again=self.again)
         return self.place.scatter_sequence(self.output(out.flatten(1)), packing.rows)
+
+    def _heads(self, everyone_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [T, A, D], keys and values [T, G, D] of all tokens of the context rank."""
+        q, k, v = (
+            layer(everyone_TH).unflatten(-1, (-1, self.head_dim)) for layer in (self.query, self.key, self.value)
+        )
+        return q, k, v

@@ -16,17 +16,31 @@ def causal_attention(q_TAD: Tensor, k_TGD: Tensor, v_TGV: Tensor, packing: Packi
     q: [T, A, D]; k: [T, G, D]; v: [T, G, V]; A heads in order share G key/value heads, A / G each. Torch's fused attention
     over a batch where all sequences have one length, sequence by sequence otherwise.
     """
+    out = attend(*attention_operands(q_TAD, k_TGD, v_TGV), packing, scale)
+    return out[..., : v_TGV.shape[2]].to(q_TAD.dtype)
+
+
+def attention_operands(q_TAD: Tensor, k_TGD: Tensor, v_TGV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What `attend` takes: all in the dtype of products, and v widened to [T, G, D].
+
+    The fused CPU and GPU kernels want one head size for all three: values are widened by zeros, which add nothing.
+    """
+    product = product_dtype(q_TAD.dtype, q_TAD.device)
+    if v_TGV.shape[2] < q_TAD.shape[2]:
+        v_TGV = F.pad(v_TGV, (0, q_TAD.shape[2] - v_TGV.shape[2]))
+    return q_TAD.to(product), k_TGD.to(product), v_TGV.to(product)
+
+
+def attend(q_TAD: Tensor, k_TGD: Tensor, v_TGD: Tensor, packing: Packing, scale: float) -> Tensor:
+    """`causal_attention` of its operands: [T, A, D] in their dtype. Saved are they, the result, and a number for each of its rows."""
     assert sum(packing.lengths) == q_TAD.shape[0], "the packing is of another batch"
     if q_TAD.shape[0] == 0:
-        return q_TAD.new_zeros(0, q_TAD.shape[1], v_TGV.shape[2]) + 0.0 * (q_TAD.sum() + k_TGD.sum() + v_TGV.sum())
-    dtype = q_TAD.dtype
-    product = product_dtype(dtype, q_TAD.device)
-    q_TAD, k_TGD, v_TGV = q_TAD.to(product), k_TGD.to(product), v_TGV.to(product)
+        return q_TAD.new_zeros(0, q_TAD.shape[1], v_TGD.shape[2]) + 0.0 * (q_TAD.sum() + k_TGD.sum() + v_TGD.sum())
     if packing.uniform:
-        return _batch(q_TAD, k_TGD, v_TGV, packing.lengths[0], scale).to(dtype)
+        return _batch(q_TAD, k_TGD, v_TGD, packing.lengths[0], scale)
     lengths = list(packing.lengths)
-    pieces = zip(q_TAD.split(lengths), k_TGD.split(lengths), v_TGV.split(lengths), lengths, strict=True)
-    return torch.cat([_batch(q, k, v, length, scale) for q, k, v, length in pieces]).to(dtype)
+    pieces = zip(q_TAD.split(lengths), k_TGD.split(lengths), v_TGD.split(lengths), lengths, strict=True)
+    return torch.cat([_batch(q, k, v, length, scale) for q, k, v, length in pieces])
 
 
 def causal_attention_reference(q_TAD: Tensor, k_TGD: Tensor, v_TGV: Tensor, packing: Packing, scale: float) -> Tensor:
@@ -51,12 +65,9 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 def _batch(q: Tensor, k: Tensor, v: Tensor, length: int, scale: float) -> Tensor:
     """Attention over sequences of `length` tokens each, behind one another."""
-    heads, value_dim = q.shape[1], v.shape[2]
-    # The fused CPU and GPU kernels want one head size for all three: values are widened by zeros, which add nothing.
-    if value_dim < q.shape[2]:
-        v = F.pad(v, (0, q.shape[2] - value_dim))
+    heads = q.shape[1]
     q, k, v = (x.view(-1, length, x.shape[1], x.shape[2]).transpose(1, 2) for x in (q, k, v))
     if k.shape[1] != heads:
         k, v = k.repeat_interleave(heads // k.shape[1], 1), v.repeat_interleave(heads // v.shape[1], 1)
     out = _fused(q, k, v, scale)
-    return out.transpose(1, 2).reshape(-1, heads, out.shape[-1])[..., :value_dim]
+    return out.transpose(1, 2).reshape(-1, heads, out.shape[-1])

@@ -7,19 +7,31 @@ from torch import Tensor, nn
 from core.config.architecture import SWIGLU, Activation, num_halves
 from core.kernels.activation import activate
 from core.layers.place import Place
+from core.memory.recompute import recompute
 from core.state.box import stretch
 from core.state.spec import Normal, TensorSpec
 
 
 class MLP(nn.Module):
     """down(activation(gate_up x)): gate_up [2, ffn, hidden] with the gate first, [1, ffn, hidden] where nothing gates; down
-    [hidden, ffn]; tp cuts ffn."""
+    [hidden, ffn]; tp cuts ffn.
+
+    again: in the backward it is made again from x, which alone is kept: the all-gather over tp runs once more, the reduce-scatter
+    does not.
+    """
 
     def __init__(
-        self, hidden: int, ffn: int, *, init_std: float, place: Place, activation: Activation = SWIGLU
+        self,
+        hidden: int,
+        ffn: int,
+        *,
+        init_std: float,
+        place: Place,
+        activation: Activation = SWIGLU,
+        again: bool = False,
     ) -> None:
         super().__init__()
-        self.place, self.activation = place, activation
+        self.place, self.activation, self.again = place, activation, again
         tp, init = place.groups.tp, Normal(std=init_std)
         shapes = {"gate_up": (num_halves(activation), ffn, hidden), "down": (hidden, ffn)}
         self.declared = {
@@ -34,6 +46,14 @@ class MLP(nn.Module):
 
     def forward(self, x_TH: Tensor, rows: tuple[int, ...]) -> Tensor:
         """[rows[mine], hidden] to the same; rows: tokens of each rank of tp. An all-gather and a reduce-scatter over tp."""
-        everyone = self.place.gather_sequence(x_TH, rows)
-        act = activate(self.place.product(everyone, self.gate_up), self.activation)
-        return self.place.scatter_sequence(self.place.product(act, self.down), rows)
+        return self.place.scatter_sequence(self.partial(x_TH, rows), rows)
+
+    def partial(self, x_TH: Tensor, rows: tuple[int, ...]) -> Tensor:
+        """This rank's part of the sum for the tokens of all ranks of tp: [sum(rows), hidden]. The all-gather alone."""
+        if self.again:
+            return recompute(lambda mine: self._products(self.place.gather_sequence(mine, rows)), x_TH)
+        return self.place.with_sequence(x_TH, rows, self._products)
+
+    def _products(self, everyone_TH: Tensor) -> Tensor:
+        act = activate(self.place.product(everyone_TH, self.gate_up), self.activation)
+        return self.place.product(act, self.down)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from core.config.mapping import ParallelConfig
+from core.config.memory import MemoryConfig, RecomputeName
 from core.kernels.deferred import Deferred
+from core.memory.recompute import discard
 from core.parallel.collectives import all_gather_rows, reduce_scatter_rows
 from core.parallel.groups import Groups
 from core.precision.matmul import deferring_linear, linear
+
+T = TypeVar("T")
 
 
 @dataclass(kw_only=True)
@@ -34,6 +38,7 @@ class Place:
     """This rank's groups, the mapping they follow, the dtype of parameters and the device that holds them.
 
     later: where products put off their weight gradients, under a schedule that computes them apart. shared: communication buffers.
+    memory: what modules make again in the backward instead of keeping it.
     """
 
     groups: Groups
@@ -42,6 +47,15 @@ class Place:
     device: torch.device
     later: Deferred | None = None
     shared: Shared = field(default_factory=Shared, compare=False)
+    memory: MemoryConfig = MemoryConfig()
+
+    def again(self, name: RecomputeName) -> bool:
+        """Whether this is made again in the backward."""
+        return name in self.memory.recompute
+
+    def inside(self, name: RecomputeName) -> Place:
+        """The place of modules inside a part of this name: where that is made again as a whole, nothing of it is on its own."""
+        return replace(self, memory=replace(self.memory, recompute=())) if self.again(name) else self
 
     def empty(self, *shape: int) -> Tensor:
         """An uninitialised tensor of this place."""
@@ -56,6 +70,16 @@ class Place:
     def gather_sequence(self, x_TH: Tensor, rows: tuple[int, ...]) -> Tensor:
         """What all ranks of tp hold between the layers, rows[p] tokens of rank p: [sum(rows), H]. One all-gather."""
         return all_gather_rows(x_TH, rows, self.groups.tp)
+
+    def with_sequence(self, x_TH: Tensor, rows: tuple[int, ...], consumer: Callable[[Tensor], T]) -> T:
+        """`consumer` of what `gather_sequence` gives for the output of a norm.
+
+        Under tp what is gathered lies beside the norm's output. Where that is not kept, this is not either: one more all-gather in the
+        backward.
+        """
+        if self.groups.tp.size == 1 or not self.again("layernorm"):
+            return consumer(self.gather_sequence(x_TH, rows))
+        return discard(lambda mine: (self.gather_sequence(mine, rows),), (x_TH,), consumer)
 
     def scatter_sequence(self, partial_TH: Tensor, rows: tuple[int, ...]) -> Tensor:
         """My tokens of the sum over tp of every rank's part: [rows[mine], H]. One reduce-scatter."""

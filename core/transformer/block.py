@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
 from torch import Tensor, nn
 
 from core.attention.gqa import GroupedQueryAttention
@@ -11,18 +15,27 @@ from core.config.architecture import GQA, Dense, Layer, ModelConfig
 from core.layers.mlp import MLP
 from core.layers.norm import RMSNorm
 from core.layers.place import Place
-from core.moe.layer import MoELayer
+from core.memory.recompute import discard, recompute_with
+from core.moe.layer import MoELayer, Outbound
 from core.moe.noise import jitter
 from core.moe.router import RouterInputs, Routing
 from core.transformer.context import Context
 
+T = TypeVar("T")
+
 
 class Block(nn.Module):
-    """[T, hidden] to [T, hidden] of this rank's tokens; `path` is its canonical name."""
+    """[T, hidden] to [T, hidden] of this rank's tokens; `path` is its canonical name.
+
+    With memory.recompute=full all of it is made again in the backward from its input, except that rows of experts, or the parts of
+    an MLP's sum, come home once. With layernorm the norms' outputs are.
+    """
 
     def __init__(self, layer: Layer, model: ModelConfig, path: str, place: Place) -> None:
         super().__init__()
         self.path = path
+        self.again, self.norms_again = place.again("full"), place.again("layernorm")
+        self.place = place = place.inside("full")
         self.rotated = rotated_dimensions(layer.attention)
         self.attention_norm = RMSNorm(model.norm, model.hidden, place=place)
         self.attention: GroupedQueryAttention | MultiHeadLatentAttention
@@ -34,21 +47,51 @@ class Block(nn.Module):
         if isinstance(layer.mlp, Dense):
             dense = layer.mlp
             self.mlp: MLP | MoELayer = MLP(
-                model.hidden, dense.ffn, init_std=model.init_std, place=place, activation=dense.activation
+                model.hidden,
+                dense.ffn,
+                init_std=model.init_std,
+                place=place,
+                activation=dense.activation,
+                again=place.again("mlp"),
             )
         else:
             self.mlp = MoELayer(layer.mlp, model.hidden, model.init_std, place)
 
     def forward(self, hidden_TH: Tensor, context: Context) -> tuple[Tensor, Routing | None]:
         """The layer's output, and its routing where it is an MoE layer."""
-        hidden_TH = hidden_TH + self.attention(
-            self.attention_norm(hidden_TH), context.packing, context.turns[self.rotated]
-        )
-        normed = self.mlp_norm(hidden_TH)
+        inputs = None if isinstance(self.mlp, MLP) else self._router_inputs(self.mlp, context)
+        half = partial(self._outward, context=context, inputs=inputs)
+        (hidden_TH, *tensors), outbound = recompute_with(half, hidden_TH) if self.again else half(hidden_TH)
         if isinstance(self.mlp, MLP):
-            return hidden_TH + self.mlp(normed, context.packing.rows), None
-        out, routing = self.mlp(normed, self._router_inputs(self.mlp, context))
+            return hidden_TH + self.place.scatter_sequence(tensors[0], context.packing.rows), None
+        assert outbound is not None
+        out, routing = self.mlp.from_experts(tuple(tensors), outbound)
         return hidden_TH + out, routing
+
+    def _outward(
+        self, hidden_TH: Tensor, context: Context, inputs: RouterInputs | None
+    ) -> tuple[tuple[Tensor, ...], Outbound | None]:
+        """Attention, and of MLP or experts all up to the way home: the residual stream behind the attention, and what is under way."""
+        packing = context.packing
+
+        def attend(normed_TH: Tensor) -> Tensor:
+            return self.attention(normed_TH, packing, context.turns[self.rotated])
+
+        def spread(normed_TH: Tensor) -> tuple[tuple[Tensor, ...], Outbound | None]:
+            if isinstance(self.mlp, MLP):
+                return (self.mlp.partial(normed_TH, packing.rows),), None
+            assert inputs is not None
+            return self.mlp.to_experts(normed_TH, inputs)
+
+        hidden_TH = hidden_TH + self._normed(self.attention_norm, hidden_TH, attend)
+        tensors, outbound = self._normed(self.mlp_norm, hidden_TH, spread)
+        return (hidden_TH, *tensors), outbound
+
+    def _normed(self, norm: RMSNorm, hidden_TH: Tensor, consumer: Callable[[Tensor], T]) -> T:
+        """`consumer` of a norm's output, which is kept or not."""
+        if not self.norms_again:
+            return consumer(norm(hidden_TH))
+        return discard(lambda x: (norm(x),), (hidden_TH,), consumer)
 
     def _router_inputs(self, moe: MoELayer, context: Context) -> RouterInputs:
         """What the router of this layer is told, out of what all layers share."""

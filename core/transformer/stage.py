@@ -13,6 +13,7 @@ from core.attention.packing import packing_of
 from core.attention.rope import rotated_dimensions, rotation
 from core.config.architecture import ModelConfig
 from core.config.mapping import ParallelConfig
+from core.config.memory import MemoryConfig
 from core.config.run import IGNORE
 from core.kernels.deferred import Deferred
 from core.layers.embedding import Vocabulary
@@ -241,10 +242,14 @@ def build_model(
     *,
     groups: Groups | None = None,
     parallel: ParallelConfig | None = None,
+    memory: MemoryConfig | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Stage:
-    """This rank's modules of `model`, uninitialised: `initialise` or a checkpoint fills them. On `meta` they are free."""
+    """This rank's modules of `model`, uninitialised: `initialise` or a checkpoint fills them. On `meta` they are free.
+
+    memory: what is made again in the backward; it changes no result. (What it says of host memory is for whoever can do that.)
+    """
     parallel = parallel or ParallelConfig()
     place = Place(
         groups=groups or one_rank(),
@@ -252,6 +257,7 @@ def build_model(
         dtype=dtype,
         device=torch.device(device),
         later=Deferred() if parallel.schedule == "zero_bubble" else None,
+        memory=memory or MemoryConfig(),
     )
     return Stage(model, layout_of(model, parallel), place)
 

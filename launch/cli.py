@@ -29,8 +29,10 @@ def train_options() -> list[click.Parameter]:
     """The options of `launch MODEL`."""
     return [
         click.Option(["--size"], help="Size of the model (see `launch list`)."),
-        click.Option(["--hw", "hardware"], metavar="cpu|gpu", help="Hardware; without it, cpu."),
-        click.Option(["--ranks"], type=int, metavar="N", help="Number of worker processes."),
+        click.Option(["--hw", "hardware"], metavar="H", help="Hardware, as cpu or gb200; without it, cpu."),
+        click.Option(["--preset"], metavar="NAME", help="Set-up by name (see `launch list`); without it, the first."),
+        click.Option(["--gpus"], type=int, metavar="N", help="Number of GPUs; the global batch follows it."),
+        click.Option(["--ranks"], type=int, metavar="N", help="Number of worker processes; the batch stays."),
         click.Option(["--steps"], type=int, metavar="N", help="The step at which this run stops."),
         click.Option(["--data"], metavar="PATH", help="Text, .jsonl(.gz/.zst), .parquet, or a folder of them."),
         click.Option(["--out"], metavar="DIR", help="Folder of the run; without it, one under runs/."),
@@ -141,8 +143,10 @@ def prepare(data: str | None, out: Path, vocab: int, tokenizer: str | None, vali
 @cli.command()
 @click.argument("model")
 @click.option("--size", help="Size of the model (see `launch list`).")
-@click.option("--hw", "hardware", metavar="cpu|gpu", help="Hardware; without it, cpu.")
-@click.option("--ranks", type=int, metavar="N", help="Number of worker processes.")
+@click.option("--hw", "hardware", metavar="H", help="Hardware, as cpu or gb200; without it, cpu.")
+@click.option("--preset", metavar="NAME", help="Set-up by name (see `launch list`); without it, the first.")
+@click.option("--gpus", type=int, metavar="N", help="Number of GPUs; the global batch follows it.")
+@click.option("--ranks", type=int, metavar="N", help="Number of worker processes; the batch stays.")
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Change one setting, as in launch MODEL.")
 @click.option(
     "--microbatches", type=click.IntRange(min=1), metavar="N", help="Of a step; without it, those of the run."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 
 from core.config.counts import Counts, count_parameters
@@ -13,6 +14,7 @@ from core.config.override import settings
 from core.config.run import RunConfig
 from core.parallel.mesh import Folding, Mesh, fold
 from core.pipeline.layout import Layout, Part, layout_of, layout_text
+from launch.choice import DEFAULT_PRESET
 from launch.folder import Init
 from launch.request import Planned
 
@@ -68,19 +70,29 @@ def short(number: int) -> str:
 
 
 def list_rows(families: tuple[Family, ...]) -> Iterator[tuple[str, str, str, str, str, str]]:
-    """Model, size, hardware, total, active, published checkpoint: one row a size."""
+    """Model, size, hardware with the names of its set-ups, total, active, published checkpoint: one row a size."""
     for family in families:
         for size in family.sizes:
             counts = count_parameters(size.model)
-            hardware = [preset.hardware for preset in family.presets if preset.size == size.name]
             yield (
                 family.name,
                 size.name,
-                ", ".join(dict.fromkeys(hardware)) or "-",
+                "\n".join(_set_ups(family, size.name)) or "-",
                 parameters(counts),
                 short(counts.active),
                 size.published or "-",
             )
+
+
+def _set_ups(family: Family, size: str) -> Iterator[str]:
+    """Kinds of hardware and the names of their set-ups, the one that is taken first; neighbours with the same names in one line."""
+    names: dict[str, list[str]] = {}
+    for preset in family.presets:
+        if preset.size == size:
+            names.setdefault(preset.hardware, []).append(preset.name)
+    for same, group in groupby(names.items(), key=lambda item: item[1]):
+        hardware = ", ".join(kind for kind, _ in group)
+        yield hardware if same == [DEFAULT_PRESET] else f"{hardware}: {', '.join(same)}"
 
 
 def weights_lines(init: Init | None) -> Iterator[str]:

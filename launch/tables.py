@@ -9,10 +9,10 @@ import click
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print `rows` under `columns`."""
+    """Print `rows` under `columns`; a cell of several lines has them side by side where another program reads it."""
     if not sys.stdout.isatty():
         for row in (columns, *rows):
-            click.echo("\t".join(row))
+            click.echo("\t".join("; ".join(cell.splitlines()) for cell in row))
         return
     from rich.console import Console
     from rich.table import Table

@@ -10,7 +10,7 @@ from core.config.memory import MemoryConfig
 from core.config.precision import PrecisionConfig
 from core.config.run import RunConfig
 from core.errors import ConfigError
-from launch.describe import describe
+from launch.describe import describe, list_rows
 from launch.request import Planned, Request, new_run, resumed_run
 from tests.launch.families import FAMILY
 
@@ -127,6 +127,13 @@ def test_a_set_up_is_found_by_hardware_size_and_name_and_the_first_is_taken_with
     assert (origins["parallel.ep"], origins["ranks"]) == ("preset bf16-careful", "preset bf16-careful")
     assert origins["train.steps"] == "--steps"
     assert planned.run.memory.recompute == ("full",)
+
+
+def test_the_list_has_the_hardware_and_its_set_ups_by_name_the_first_taken_first() -> None:
+    twin = replace(MANY, presets=(*MANY.presets, replace(CLUSTER, size="huge", hardware="b200")))
+    cells = {size: hardware for _, size, hardware, *_ in list_rows((twin,))}
+    assert cells == {"tiny": "cpu\nh100: bf16, bf16-careful", "huge": "gb200, b200: bf16"}
+    assert [row[2] for row in list_rows((replace(MANY, presets=()),))] == ["-", "-"]
 
 
 @pytest.mark.parametrize(

@@ -362,6 +362,23 @@ A100_BF16 = replace(
     ),
 )
 
+# ------------------------------------------------------------------------------------------------------------ Moonlight
+
+MOONLIGHT_NOTE = "The source's learning rate is a placeholder, and so is this, which is DeepSeek-V3's."
+MOONLIGHT_H100 = Preset(
+    name="bf16",
+    size="16b",
+    hardware="h100",
+    ranks=16,
+    parallel=ParallelConfig(ep=8, dispatcher="hybridep", schedule="combined"),
+    train=batch(1024, 2),
+    optimizer=OPTIMIZER,
+    precision=low_states(BF16),
+    status="published",
+    source=bridge("recipes/moonlight/h100/moonlight_16b.py", "moonlight_16b_pretrain_16gpu_h100_bf16_config"),
+    notes=("No figure is stated.", MOONLIGHT_NOTE, GRADIENTS_NOTE, HYBRIDEP_NOTE),
+)
+
 PRESETS = (
     TINY_CPU,
     TINY_GPU,
@@ -372,5 +389,6 @@ PRESETS = (
     *(H200_FP8, H200_BF16),
     *(H100_FP8, H100_BF16, H100_FP8_PAPER, H100_FP8_HYBRIDEP, H100_BF16_256),
     A100_BF16,
+    MOONLIGHT_H100,
 )
 CONTINUED = (CONTINUED_CPU, CONTINUED_GPU)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +22,7 @@ from launch.request import Request, new_run
 SHIPPED = [(family, preset) for family in all_families() for preset in family.presets]
 NAMES = [f"{family.name}-{preset.size}-{preset.hardware}-{preset.name}" for family, preset in SHIPPED]
 BY_NAME = {(str(preset.size), preset.hardware, preset.name): preset for _, preset in SHIPPED}
+MODELS = Path(__file__).parents[2] / "models"
 CLUSTERS = {"gb300", "gb200", "b300", "b200", "h200", "h100", "a100"}
 every_set_up = pytest.mark.parametrize(("family", "preset"), SHIPPED, ids=NAMES)
 
@@ -48,6 +50,7 @@ size hardware name gpus tp pp vpp cp ep microbatch batch dispatcher schedule rec
 671b           h100  bf16                   1024 2 8  4  1 64 1 16384 hybridep 1f1b     mla_up_proj,mlp                   -
 671b           h100  bf16-256gpus           256  2 8  1  1 32 1 4096  hybridep 1f1b     full                              -
 671b           h200  fp8-blockwise          1024 2 8  4  1 64 1 8192  deepep   combined mla_up_proj,mlp                   -
+16b            h100  bf16                   16   1  1  1   1  8  2          1024  hybridep   combined - -
 235b_a22b      gb300 mxfp8                  256  1 4  12 1 32 2 8192  hybridep combined -                                 full_iteration
 235b_a22b      gb300 mxfp8-64gpus           64   1 1  1  1 64 1 8192  hybridep combined -                                 attn,moe_router,moe_preprocess
 235b_a22b      gb300 mxfp8-paper            256  1 4  6  1 64 2 3072  hybridep 1f1b     -                                 attn,moe_router,moe_preprocess
@@ -180,6 +183,13 @@ def test_a_set_up_for_a_cluster_says_where_it_comes_from(family: Family, preset:
     if preset.precision.recipe is not None:
         chip = find_profile(preset.hardware).chip
         assert chip is not None and preset.precision.recipe in chip.recipes
+
+
+@every_set_up
+def test_the_page_of_a_model_has_every_set_up_for_a_cluster(family: Family, preset: Preset) -> None:
+    page = (MODELS / family.name / "README.md").read_text()
+    row = f"| `{preset.size}` | {preset.hardware} | {preset.name} | {preset.ranks:,} |"
+    assert (row in page) == (preset.hardware in CLUSTERS)
 
 
 @every_set_up

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import pkgutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,17 +22,32 @@ Ctrl-C (or SIGTERM) saves a checkpoint and ends; --resume goes on with the losse
   launch mixtral                                  a small Mixtral on this machine's cores, on real text
   launch qwen3 --data my_texts/ --steps 500
   launch deepseek_v3 --set train.global_batch=32 --set model.moe.top_k=4 --dry-run
+  launch plan deepseek_v3 --hw gb200              what a job on 256 GPUs would hold, send and take, from a laptop
+  launch plan deepseek_v3 --hw h100 --gpus 1024 --search
 """
 
 
-def train_options() -> list[click.Parameter]:
-    """The options of `launch MODEL`."""
+def setup_options() -> list[click.Parameter]:
+    """The options that say which set-up is meant."""
     return [
         click.Option(["--size"], help="Size of the model (see `launch list`)."),
         click.Option(["--hw", "hardware"], metavar="H", help="Hardware, as cpu or gb200; without it, cpu."),
         click.Option(["--preset"], metavar="NAME", help="Set-up by name (see `launch list`); without it, the first."),
         click.Option(["--gpus"], type=int, metavar="N", help="Number of GPUs; the global batch follows it."),
         click.Option(["--ranks"], type=int, metavar="N", help="Number of worker processes; the batch stays."),
+        click.Option(
+            ["--set", "settings"],
+            multiple=True,
+            metavar="KEY=VALUE",
+            help="Change one setting: model.…, parallel.…, train.…, optimizer.…, data.…, precision.…, memory.…, execution.…, checkpoint.….",
+        ),
+    ]
+
+
+def train_options() -> list[click.Parameter]:
+    """The options of `launch MODEL`."""
+    return [
+        *setup_options(),
         click.Option(["--steps"], type=int, metavar="N", help="The step at which this run stops."),
         click.Option(["--data"], metavar="PATH", help="Text, .jsonl(.gz/.zst), .parquet, or a folder of them."),
         click.Option(["--out"], metavar="DIR", help="Folder of the run; without it, one under runs/."),
@@ -44,12 +59,6 @@ def train_options() -> list[click.Parameter]:
         click.Option(["--resume"], is_flag=True, help="Continue the run in --out from its last checkpoint."),
         click.Option(["--seed"], type=int, metavar="N", help="Seed of the weights and of the data's order."),
         click.Option(["--dtype"], metavar="float32|bfloat16", help="Format of parameters and activations."),
-        click.Option(
-            ["--set", "settings"],
-            multiple=True,
-            metavar="KEY=VALUE",
-            help="Change one setting: model.…, parallel.…, train.…, optimizer.…, data.…, precision.…, checkpoint.….",
-        ),
         click.Option(["--dry-run"], is_flag=True, help="Print the plan and every setting; start nothing."),
     ]
 
@@ -140,14 +149,35 @@ def prepare(data: str | None, out: Path, vocab: int, tokenizer: str | None, vali
     click.echo(f"{files.folder}: {train:,} tokens to train on, {validation:,} to validate on, {files.vocab} ids")
 
 
+def with_setup(command: Callable[..., None]) -> Callable[..., None]:
+    """A command's function with the options that say which set-up is meant; they reach it by the names of Request's fields."""
+    for option in reversed(setup_options()):
+        assert isinstance(option, click.Option)
+        known: dict[str, Any] = {"help": option.help, "type": option.type, "metavar": option.metavar}
+        command = click.option(*option.opts, str(option.name), multiple=option.multiple, **known)(command)
+    return command
+
+
 @cli.command()
 @click.argument("model")
-@click.option("--size", help="Size of the model (see `launch list`).")
-@click.option("--hw", "hardware", metavar="H", help="Hardware, as cpu or gb200; without it, cpu.")
-@click.option("--preset", metavar="NAME", help="Set-up by name (see `launch list`); without it, the first.")
-@click.option("--gpus", type=int, metavar="N", help="Number of GPUs; the global batch follows it.")
-@click.option("--ranks", type=int, metavar="N", help="Number of worker processes; the batch stays.")
-@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Change one setting, as in launch MODEL.")
+@with_setup
+@click.option("--search", is_flag=True, help="Find the best mapping of so many GPUs, and say why the others lose.")
+@click.option(
+    "--explain", "key", metavar="KEY", help="What a setting means, where it comes from, what else it could be."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--html", "page", type=click.Path(path_type=Path), metavar="FILE", help="Write a page to look at.")
+def plan(model: str, search: bool, key: str | None, as_json: bool, page: Path | None, **request: Any) -> None:
+    """Say what MODEL would hold, send and take on some hardware; start nothing."""
+    from launch.plan.show import Wanted, show_plan
+    from launch.request import Request
+
+    show_plan(model, Request(**request), Wanted(key=key, as_json=as_json, page=page, search=search))
+
+
+@cli.command()
+@click.argument("model")
+@with_setup
 @click.option(
     "--microbatches", type=click.IntRange(min=1), metavar="N", help="Of a step; without it, those of the run."
 )

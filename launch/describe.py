@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
 
+from core.check.built import not_built
 from core.config.counts import Counts, count_parameters
-from core.config.family import Family
+from core.config.family import Family, Published
 from core.config.mapping import ParallelConfig
 from core.config.override import settings
 from core.config.run import RunConfig
 from core.parallel.mesh import Folding, Mesh, fold
 from core.pipeline.layout import Layout, Part, layout_of, layout_text
 from launch.choice import DEFAULT_PRESET
+from launch.environment import EnvironmentVariable, environment
 from launch.folder import Init
+from launch.hardware_rules import advice
+from launch.plan.result import Plan
+from launch.plan.text import plan_lines
+from launch.profiles import find_profile
 from launch.request import Planned
 
 SHOWN_GROUPS = 4
@@ -23,35 +29,79 @@ SHOWN_PIPELINE_RANKS = 8
 NAME_WIDTH = 12
 
 
-def describe(planned: Planned, out: Path) -> str:
-    """What would run, in some forty lines."""
+def describe(planned: Planned, plan: Plan, out: Path | None = None) -> str:
+    """What would run, and all that is known of it beforehand. out: the folder of the run, None where none is asked for."""
+    return "\n".join(
+        [
+            *head_lines(planned, out),
+            "",
+            *plan_lines(planned.run, plan),
+            *_block(
+                "what would make it faster or safer", map(str, advice(planned.run, find_profile(planned.run.hardware)))
+            ),
+            *_block("cannot start yet, here or anywhere", map(str, not_built(planned.run))),
+            *_block("environment of every rank", _variables(planned)),
+            *_block("notes on the set-up", planned.preset.notes if planned.preset else ()),
+            *_block("settings (and where each comes from)", _settings(planned)),
+        ]
+    )
+
+
+def head_lines(planned: Planned, out: Path | None) -> Iterator[str]:
+    """What is to run: set-up, parameters, both foldings, pipeline, batch, data."""
     run = planned.run
     counts = count_parameters(run.model)
-    mesh = fold(run.parallel, run.ranks)
-    lines = [
-        f"{run.family} {run.size} on {run.hardware}, {_counted(run.ranks, 'rank')}",
-        f"  run folder   {out}",
-        *weights_lines(planned.init),
-        f"  parameters   {parameters(counts)}, {short(counts.active)} active a token",
-        *mapping_lines(run),
-        *(f"  {line}" for line in _batch(run, mesh.dense.size("dp"))),
-        *(f"  {'routing':<{NAME_WIDTH}} {text}" for text in forced_words(run)),
-        f"  data         {run.data.path or 'the Python standard library of this interpreter'}",
-        "",
-        "settings (and where each comes from)",
-    ]
-    shown = {"ranks": run.ranks, **settings(run)}
-    width = max(map(len, shown))
+    device = "rank" if find_profile(run.hardware).device == "cpu" else "GPU"
+    yield f"{run.family} {run.size} on {run.hardware}, {_counted(run.ranks, device)}"
+    if out is not None:
+        yield f"  run folder   {out}"
+    if planned.preset is not None and planned.preset.figure is not None:
+        yield f"  measured     {_figure(planned.preset.figure)}"
+    if planned.preset is not None and planned.preset.name != DEFAULT_PRESET:
+        yield f"  set-up       {planned.preset.name} ({planned.preset.status}): {planned.preset.source}"
+    yield from weights_lines(planned.init)
+    yield f"  parameters   {parameters(counts)}, {short(counts.active)} active a token"
+    yield from mapping_lines(run)
+    yield from (f"  {line}" for line in _batch(run, fold(run.parallel, run.ranks).dense.size("dp")))
+    yield from (f"  {'routing':<{NAME_WIDTH}} {text}" for text in forced_words(run))
+    yield f"  data         {run.data.path or 'the Python standard library of this interpreter'}"
+
+
+def variables_of(planned: Planned) -> tuple[EnvironmentVariable, ...]:
+    """The environment of every rank of a planned run."""
+    return environment(planned.run, planned.preset.environment if planned.preset else ())
+
+
+def _block(title: str, lines: Iterable[str]) -> Iterator[str]:
+    """A part under its title, nothing where there are no lines."""
+    held = list(lines)
+    if held:
+        yield from ("", title, *(f"  {line}" for line in held))
+
+
+def _figure(figure: Published) -> str:
+    numbers = [f"{figure.tokens_per_second:,.0f} tokens/s"] if figure.tokens_per_second else []
+    numbers += [f"{figure.tflops:,.0f} TFLOPS"] if figure.tflops else []
+    return f"{' and '.join(numbers)} a GPU by {figure.source}, of the set-up as it is published"
+
+
+def _variables(planned: Planned) -> Iterator[str]:
+    variables = [(f"{each.name}={each.value}", each.why) for each in variables_of(planned)]
+    width = max((len(text) for text, _ in variables), default=0)
+    yield from (f"{text:<{width}}  {why}" for text, why in variables)
+
+
+def _settings(planned: Planned) -> Iterator[str]:
+    shown = {"ranks": planned.run.ranks, **settings(planned.run)}
     texts = {key: setting_text(value) for key, value in shown.items()}
-    values = max(map(len, texts.values()))
-    lines += [f"  {key:<{width}}  {texts[key]:<{values}}  {planned.origins[key]}" for key in shown]
-    return "\n".join(lines)
+    width, values = max(map(len, shown)), max(map(len, texts.values()))
+    yield from (f"{key:<{width}}  {texts[key]:<{values}}  {planned.origins[key]}" for key in shown)
 
 
 def setting_text(value: object) -> str:
     """A setting's value as --set takes it; several, where the layers differ."""
     if isinstance(value, tuple):
-        return ", ".join(map(setting_text, value))
+        return ", ".join(map(setting_text, value)) or "none"
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 

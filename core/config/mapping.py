@@ -25,10 +25,13 @@ ShardingName = Literal["zero1", "fsdp"]
 class ParallelConfig:
     """Attention folds the world as tp * cp * dp * pp, the MoE layers as etp * ep * edp * pp; dp and edp follow from the world.
 
-    tp implies sequence parallelism: between attention and MLPs every rank of tp holds other tokens.
+    tp: ranks that cut matrices and heads of a layer; it implies sequence parallelism: between attention and MLPs every rank of tp holds
+    other tokens. cp: ranks that share every sequence. pp: stages of the pipeline. ep: ranks that share the experts of a layer. etp: ranks
+    that cut every expert.
     cp_alltoall: so many neighbours of cp exchange heads for sequence (all-to-all); the cp / cp_alltoall groups of them form a
     ring. 1 is a pure ring, cp a pure all-to-all.
-    vpp: virtual stages per pipeline rank; a schedule interleaves them. layout: the stage language of core/pipeline/layout.py;
+    vpp: virtual stages per pipeline rank; a schedule interleaves them. schedule: order of forwards and backwards; combined hides the
+    communication of each behind the other's computation. layout: the stage language of core/pipeline/layout.py;
     None spreads the layers evenly over pp * vpp stages.
     sharding: what of the optimizer lies apart: its states and masters (zero1), or the parameters too (fsdp). fsdp_replicas:
     with fsdp, whole copies of the shards along dp (hybrid sharding).

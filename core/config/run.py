@@ -22,8 +22,10 @@ WorkloadName = Literal["balanced", "hot_expert", "rotating", "hot_rank", "zero_l
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Length and batch of a run. Sequences are `sequence_tokens` long; a global batch has `global_batch` of them.
+    """Length and batch of a run.
 
+    sequence_tokens: length of every sequence. global_batch: sequences of one optimizer step, over all ranks. microbatch: sequences that
+    a rank takes through the model at once. seed: of weights, data order and all other random numbers.
     steps: where this run stops. schedule_steps: how long the learning-rate schedule is (None: as long as `steps`).
     eval_interval: steps between measurements of the validation loss, each over `eval_sequences` sequences.
     sample_tokens: length of the generated sample before and after training. forced_routing: experts are dealt to the tokens in training

@@ -95,7 +95,7 @@ def _communication(communication: Sequence[AxisTraffic]) -> Iterator[str]:
 
 
 def _hidden(each: AxisTraffic) -> str:
-    return f"{1 - each.exposed_seconds / each.seconds:.0%}" if each.seconds else "-"
+    return f"{abs(1 - each.exposed_seconds / each.seconds):.0%}" if each.seconds else "-"
 
 
 def _time(run: RunConfig, time: StepTime) -> Iterator[str]:

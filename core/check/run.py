@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from core.check.execution import check_execution
 from core.check.limits import check_package
 from core.check.mapping import check_mapping
+from core.check.memory import check_memory
 from core.check.model import check_model
 from core.check.precision import check_precision
 from core.check.words import above, at_least, nearest_multiples, positive
@@ -26,6 +27,7 @@ def check(run: RunConfig) -> tuple[Fault, ...]:
         *_data(run),
         *check_precision(run),
         *check_execution(run),
+        *check_memory(run),
         *_checkpoint(run),
     ]
     return tuple(dict.fromkeys(found))

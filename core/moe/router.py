@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from core.attention.packing import Packing
@@ -18,6 +17,7 @@ from core.moe.capacity import kept_choices, static_rows, within_budget
 from core.moe.dispatch.counts import Moved
 from core.moe.insight import logit_size
 from core.moe.selection import chosen_together, quantiles, whole_microbatch
+from core.precision.matmul import wide_linear
 from core.state.box import whole
 from core.state.spec import Constant, Normal, TensorSpec
 
@@ -93,10 +93,10 @@ class Router(nn.Module):
         """Route my tokens [T, hidden]."""
         router, experts = self.config.router, self.config.experts
         wide = torch.float64 if router.dtype == "float64" else wide_dtype(hidden_TH.dtype)
-        seen = hidden_TH.to(wide)
+        seen = hidden_TH
         if inputs.noise_TH is not None:
-            seen = seen * inputs.noise_TH.to(wide)
-        logits = F.linear(seen, self.weight.to(wide))
+            seen = seen.to(wide) * inputs.noise_TH.to(wide)
+        logits = wide_linear(seen, self.weight, wide)
         chosen, weights = self._choices(logits, inputs)
         room = self._room(chosen, weights, inputs)
         kept, before = chosen, None

@@ -24,6 +24,29 @@ def deferring_linear(x_TK: Tensor, weight: nn.Parameter, later: Deferred) -> Ten
     return _DeferringLinear.apply(x_TK, weight, later)
 
 
+def wide_linear(x_TK: Tensor, weight_NK: Tensor, dtype: torch.dtype) -> Tensor:
+    """x @ weight.T with operands, sum and result in a wider dtype: [T, N]. Kept is x as it is, not its wider copy."""
+    if x_TK.dtype == weight_NK.dtype == dtype:
+        return F.linear(x_TK, weight_NK)
+    return _WideLinear.apply(x_TK, weight_NK, dtype)
+
+
+class _WideLinear(torch.autograd.Function):
+    """The product of wider copies, which are made again for the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x.to(dtype), weight.to(dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        (x, weight), grad = ctx.saved_tensors, grads[0]
+        grad_x = (grad @ weight.to(grad.dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None
+        grad_weight = (grad.T @ x.to(grad.dtype)).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight, None
+
+
 class _WidenedLinear(torch.autograd.Function):
     """The products of `linear` in float32, each rounded once to the operands' dtype."""
 

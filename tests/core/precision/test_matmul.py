@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from core.precision.matmul import linear
+from core.precision.matmul import linear, wide_linear
 from tests.core.numbers import BACKENDS, draw, gradients, near, use_backend
 
 # No tokens, one, primes, sizes that are no multiple of eight, one output.
@@ -55,3 +55,25 @@ def test_operands_in_any_memory_order_give_the_same(monkeypatch: pytest.MonkeyPa
     strided = gradients(linear, [x.T.contiguous().T, weight.repeat_interleave(2, 1)[:, ::2]])
     for a, b in zip(strided, gradients(linear, [x, weight]), strict=True):
         near(a, b, units=2)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 29])
+@pytest.mark.parametrize(
+    ("narrow", "wide"), [(torch.bfloat16, torch.float32), (torch.float32, torch.float64), (torch.float64,) * 2]
+)
+def test_a_wide_product_is_that_of_wider_copies_to_the_last_bit_and_keeps_none_of_them(
+    tokens: int, narrow: torch.dtype, wide: torch.dtype
+) -> None:
+    x, weight = draw(0, tokens, 23, dtype=narrow), draw(1, 7, 23, dtype=narrow)
+    kept: list[torch.dtype] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.dtype)
+        return tensor.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        got = gradients(lambda x, weight: wide_linear(x, weight, wide), [x, weight])
+    copies = gradients(lambda x, weight: linear(x.to(wide), weight.to(wide)), [x, weight])
+    for ours, theirs in zip(got, copies, strict=True):
+        assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+    assert set(kept) == {narrow}

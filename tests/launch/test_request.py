@@ -10,6 +10,7 @@ from core.config.memory import MemoryConfig
 from core.config.precision import PrecisionConfig
 from core.config.run import RunConfig
 from core.errors import ConfigError
+from launch.choice import choose_continued
 from launch.describe import describe, list_rows
 from launch.request import Planned, Request, new_run, resumed_run
 from tests.launch.families import FAMILY
@@ -162,6 +163,15 @@ def test_a_name_that_is_no_set_up_names_those_there_are(asked: dict[str, object]
     with pytest.raises(ConfigError) as error:
         of_many(**asked)
     assert message in faults(error)
+
+
+def test_going_on_from_weights_has_one_set_up_for_each_hardware_and_none_by_name() -> None:
+    continued = replace(FAMILY, continued=(replace(CLUSTER, size=None),))
+    assert choose_continued(continued, hardware="h100", name=None).hardware == "h100"
+    with pytest.raises(ConfigError, match="--preset=bf16: cannot be chosen with --init"):
+        choose_continued(continued, hardware="h100", name="bf16")
+    with pytest.raises(ConfigError, match="--hw=cpu: has no set-up for going on from weights of odd"):
+        choose_continued(continued, hardware="cpu", name=None)
 
 
 @pytest.mark.parametrize(

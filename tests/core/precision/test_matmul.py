@@ -71,8 +71,11 @@ def test_a_wide_product_is_that_of_wider_copies_to_the_last_bit_and_keeps_none_o
         kept.append(tensor.dtype)
         return tensor.detach()
 
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        got = gradients(lambda x, weight: wide_linear(x, weight, wide), [x, weight])
+    def noted(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            return wide_linear(x, weight, wide)
+
+    got = gradients(noted, [x, weight])
     copies = gradients(lambda x, weight: linear(x.to(wide), weight.to(wide)), [x, weight])
     for ours, theirs in zip(got, copies, strict=True):
         assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)

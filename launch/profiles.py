@@ -54,17 +54,18 @@ class Fabric:
 class Speeds:
     """What was measured to be reached, or fitted to published runs (benchmarks/throughput_model.py); docs/throughput.md says how.
 
-    products, low_products: share of the peak that matrix products reach in bfloat16 and in a recipe's format. attention: FLOP a
-    second of attention, forward and backward. streamed: how many times the bytes of a layer's activations pass memory. hidden: share
-    of the communication that no set-up names as overlapped, which is hidden all the same. launch_seconds: of a layer and microbatch,
-    during which a GPU waits for its host; nothing where graphs are captured.
+    products, low_products: share of the peak that matrix products reach in bfloat16 and in a recipe's format. attention, long_attention:
+    FLOP a second of attention, forward and backward, at 4,096 and at 16,384 tokens. streamed: how many times as long as at the maker's
+    bandwidth the activations of a layer take to pass memory. overlapped: share of the exchange with experts elsewhere that a combined
+    schedule hides. launch_seconds: that a host takes to start the kernels of a layer and microbatch; a GPU that is done earlier waits.
     """
 
     products: float
     low_products: float
     attention: tuple[float, float]
+    long_attention: tuple[float, float]
     streamed: float
-    hidden: float
+    overlapped: float
     launch_seconds: float
 
 
@@ -87,9 +88,6 @@ class Profile:
     sources: tuple[str, ...] = ()
 
 
-# Report Table 9, attention of DeepSeek-V3 at 4,096 tokens.
-_HOPPER_ATTENTION = (553 * TFLOPS, 422 * TFLOPS)
-_BLACKWELL_ATTENTION = (1324 * TFLOPS, 1083 * TFLOPS)
 _PER_TENSOR: tuple[RecipeName, ...] = ("fp8_delayed", "fp8_current")
 
 _H100_CHIP = Chip(
@@ -155,16 +153,28 @@ _A100_FABRIC = Fabric(
     token_once_network=19.8 * GB,
 )
 
+# Attention: report Table 9, of DeepSeek-V3.
 _HOPPER_SPEEDS = Speeds(
-    products=0.5, low_products=0.4, attention=_HOPPER_ATTENTION, streamed=4.0, hidden=0.3, launch_seconds=1e-3
+    products=0.62,
+    low_products=0.45,
+    attention=(553 * TFLOPS, 422 * TFLOPS),
+    long_attention=(638 * TFLOPS, 523 * TFLOPS),
+    streamed=1.66,
+    overlapped=0.66,
+    launch_seconds=10.6e-3,
 )
-_BLACKWELL_SPEEDS = replace(_HOPPER_SPEEDS, attention=_BLACKWELL_ATTENTION)
+_BLACKWELL_SPEEDS = replace(
+    _HOPPER_SPEEDS,
+    low_products=0.64,
+    attention=(1324 * TFLOPS, 1083 * TFLOPS),
+    long_attention=(1698 * TFLOPS, 1298 * TFLOPS),
+)
 
-_TABLE_9 = "Attention: report Table 9, at 4,096 tokens."
+_TABLE_9 = "Attention: report Table 9, at 4,096 and 16,384 tokens."
 _TABLE_7 = (
     "All-to-all and token-once rates: from the times of report Table 7 (benchmarks/throughput_model.py recounts them)."
 )
-_FITTED = "Shares of peaks, passes over memory, hidden share and launch times: fitted, docs/throughput.md."
+_FITTED = "Shares of peaks, streaming, overlapped share and launch times: fitted, docs/throughput.md."
 _HOPPER_SOURCES = (
     "Peaks without sparsity and 3.35 or 4.8 TB/s: NVIDIA's H100 and H200 data sheets, by way of pages that quote them.",
     "80 GB, eight GPUs in an NVLink domain: report sections 8 and 9.2.2. 141 GB: H200 data sheet, quoted.",
@@ -300,7 +310,11 @@ PROFILES = (
             float32=19.5 * TFLOPS,
         ),
         fabric=_A100_FABRIC,
-        speeds=replace(_HOPPER_SPEEDS, attention=(174 * TFLOPS, 133 * TFLOPS)),
+        speeds=replace(
+            _HOPPER_SPEEDS,
+            attention=(174 * TFLOPS, 133 * TFLOPS),
+            long_attention=(201 * TFLOPS, 165 * TFLOPS),
+        ),
         sources=(
             "Peaks without sparsity, 80 GB, 2,039 GB/s, NVLink 600 GB/s and PCIe 4 x16 at 64 GB/s both ways: A100 data sheet, quoted.",
             "Network: one 200 Gb/s ConnectX-6 for each GPU, as in DGX A100; unchecked.",

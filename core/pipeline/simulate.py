@@ -18,7 +18,9 @@ class Costs:
     """Seconds of one microbatch in a part: one number for all parts, or one for each, in the order in which it passes them.
 
     overlap: the share of its two halves' time that a combined action saves, 0 to 1. transfer: from the end of the action that
-    makes a result until it is there on another rank; neither rank is busy meanwhile.
+    makes a result until it is there on another rank; neither rank is busy meanwhile. exchanged: how much of forward and of backward
+    is the exchange of rows with experts elsewhere; hidden: the share of it that a combined action hides, 0 to 1, as far as the rest
+    of both halves takes as long.
     """
 
     forward: Seconds = 1.0
@@ -27,6 +29,15 @@ class Costs:
     weight_gradient: Seconds = 1.0
     overlap: float = 0.0
     transfer: float = 0.0
+    exchanged_forward: Seconds = 0.0
+    exchanged_backward: Seconds = 0.0
+    hidden: float = 0.0
+
+    def combined(self, forward_part: int, backward_part: int) -> float:
+        """Seconds of the forward of one part together with the backward of another."""
+        both = _of_part(self.forward, forward_part) + _of_part(self.backward, backward_part)
+        exchanged = _of_part(self.exchanged_forward, forward_part) + _of_part(self.exchanged_backward, backward_part)
+        return (1 - self.overlap) * both - self.hidden * min(exchanged, both - exchanged)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +87,8 @@ def computes(action: Action) -> bool:
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """The timeline of a proved schedule. Raises ValueError if it deadlocks, or if there are not as many costs as parts."""
-    for given in (costs.forward, costs.backward, costs.input_gradient, costs.weight_gradient):
+    exchanged = (costs.exchanged_forward, costs.exchanged_backward)
+    for given in (costs.forward, costs.backward, costs.input_gradient, costs.weight_gradient, *exchanged):
         if isinstance(given, tuple) and len(given) != schedule.stages * schedule.virtual:
             raise ValueError(f"{len(given)} costs for {schedule.stages * schedule.virtual} parts")
     clock = _Clock(schedule, costs)
@@ -127,8 +139,7 @@ def _cost(action: Action, rank: int, stages: int, costs: Costs) -> float:
     part = action.chunk * stages + rank
     if action.kind == "combined":
         assert action.backward_chunk is not None, "a combined action has two halves"
-        backward = _of_part(costs.backward, action.backward_chunk * stages + rank)
-        return (1 - costs.overlap) * (_of_part(costs.forward, part) + backward)
+        return costs.combined(part, action.backward_chunk * stages + rank)
     if action.kind == "forward":
         return _of_part(costs.forward, part)
     if action.kind == "backward":

@@ -1,0 +1,231 @@
+"""What the parts of a model ask of one device for one microbatch, in closed form from the declarations.
+
+Forward alone; a backward does the products twice and passes memory twice (launch/plan/time.py). FLOP are those of
+core/config/flops.py and the router's. Bytes count every tensor of activations once where an operation reads it and once where one
+writes it, as kernels do that fuse nothing but what the zoo's own do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from core.config.architecture import GQA, MLA, Dense, Layer, MoE, num_halves
+from core.config.memory import OffloadName, RecomputeName
+from core.config.precision import FOUR_BITS
+from core.config.run import RunConfig
+
+_WIDE = 4  # bytes of a float32: logits, scores, router weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """One part of a layer, forward.
+
+    products: FLOP of products with weights, which a recipe quantises; plain: of those that stay in the run's dtype; attention: between
+    queries and keys, and of values. streamed: bytes of activations. weights: numbers of weights that are read (and, backward, whose
+    gradients are added up); held: whose they are. recomputed: the names of core/config/memory.py under which the part is computed again.
+    """
+
+    name: str
+    products: float = 0.0
+    plain: float = 0.0
+    attention: float = 0.0
+    streamed: float = 0.0
+    weights: float = 0.0
+    held: Literal["layer", "experts", "head"] = "layer"
+    recomputed: tuple[RecomputeName, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """What one rank has of a microbatch.
+
+    tokens: on it between attention and MLPs (sequences * length / (tp * cp)). sequence: tokens of a sequence. element: bytes of an
+    activation. quantised: bytes written of a number when it is made an operand of a recipe, in both directions of the product; 0 without.
+    """
+
+    tokens: float
+    sequence: int
+    hidden: int
+    element: int
+    quantised: float
+    tp: int
+    etp: int
+    ep: int
+    sorted_once: bool
+
+    @staticmethod
+    def of(run: RunConfig) -> Share:
+        """The even share of a rank."""
+        parallel, train = run.parallel, run.train
+        recipe = run.precision.recipe
+        width = 0.0 if recipe is None else 0.5 if recipe in FOUR_BITS else 1.0
+        return Share(
+            tokens=train.microbatch * train.sequence_tokens / (parallel.tp * parallel.cp),
+            sequence=train.sequence_tokens,
+            hidden=run.model.hidden,
+            element=2 if run.precision.compute == "bfloat16" else 4,
+            quantised=2 * width,
+            tp=parallel.tp,
+            etp=parallel.etp,
+            ep=parallel.ep,
+            sorted_once=parallel.dispatcher != "alltoall",
+        )
+
+    def moved(self, numbers: float) -> float:
+        """Bytes of so many numbers of every token."""
+        return self.tokens * numbers * self.element
+
+    def product(
+        self,
+        name: str,
+        inner: float,
+        outer: float,
+        *,
+        rows: float = 1.0,
+        held: float,
+        by: tuple[RecomputeName, ...] = (),
+    ) -> Work:
+        """A product of `rows` vectors of every token: `inner` numbers in, `outer` out. held: numbers of weights on this rank.
+
+        Its operand is read once more where it must be quantised first.
+        """
+        quantising = (self.element + self.quantised) * inner if self.quantised else 0.0
+        return Work(
+            name=name,
+            products=2 * self.tokens * rows * inner * outer,
+            streamed=self.moved(rows * (inner + outer)) + self.tokens * rows * quantising,
+            weights=held,
+            recomputed=("full", *by),
+        )
+
+    def passing(self, name: str, numbers: float, *by: RecomputeName) -> Work:
+        """An operation that only reads and writes: so many numbers of every token in all."""
+        return Work(name=name, streamed=self.moved(numbers), recomputed=("full", *by))
+
+
+def layer_work(layer: Layer, share: Share) -> Iterator[Work]:
+    """The parts of one layer in the order in which they run."""
+    hidden = share.hidden
+    yield share.passing("attention norm", 2 * hidden, "layernorm")
+    if isinstance(layer.attention, GQA):
+        yield from _grouped(layer.attention, share)
+    else:
+        yield from _latent(layer.attention, share)
+    yield share.passing("residual", 3 * hidden)
+    yield share.passing("mlp norm", 2 * hidden, "layernorm")
+    if isinstance(layer.mlp, Dense):
+        yield from _dense(layer.mlp, share)
+    else:
+        yield from _experts(layer.mlp, share)
+    yield share.passing("residual", 3 * hidden)
+
+
+def _grouped(a: GQA, share: Share) -> Iterator[Work]:
+    query, keys = a.heads * a.head_dim, 2 * a.kv_heads * a.head_dim
+    held = share.hidden * (query + max(keys, 2 * a.head_dim * share.tp)) / share.tp
+    yield share.product("queries, keys, values", share.hidden, query + keys, held=held)
+    rotated = query + keys / 2
+    yield share.passing("rotation", (4 if a.head_norm else 2) * rotated)
+    yield _attention(a.heads, 2 * a.head_dim, 2 * query + keys, share)
+    yield share.product("attention output", query, share.hidden, held=query * share.hidden / share.tp)
+
+
+def _latent(a: MLA, share: Share) -> Iterator[Work]:
+    hidden = share.hidden
+    query, wide = a.heads * (a.nope_dim + a.rope_dim), a.heads * (a.nope_dim + a.value_dim)
+    value = a.heads * a.value_dim
+    latents = a.latent_rank + (a.query_rank or 0)
+    down = latents + a.rope_dim
+    yield share.product("latents", hidden, down, held=hidden * down)
+    yield share.passing("latent norms", 2 * latents, "layernorm")
+    source = hidden if a.query_rank is None else a.query_rank
+    up: tuple[RecomputeName, ...] = ("mla_up_proj",)
+    yield share.product("queries", source, query, held=source * query / share.tp, by=up)
+    yield share.product("keys, values", a.latent_rank, wide, held=a.latent_rank * wide / share.tp, by=up)
+    # Queries are rotated in place; a key is written whole, with the rotated part that all heads share.
+    yield share.passing("rotation", 2 * query + 2 * wide, "mla_up_proj")
+    yield _attention(a.heads, a.nope_dim + a.rope_dim + a.value_dim, 2 * query + 2 * value, share)
+    yield share.product("attention output", value, hidden, held=value * hidden / share.tp)
+
+
+def _attention(heads: int, sizes: int, passing: float, share: Share) -> Work:
+    """Causal: every query sees half of the sequence."""
+    flops = 2 * share.tokens * heads * sizes * share.sequence / 2
+    return Work(name="attention", attention=flops, streamed=share.moved(passing), recomputed=("full", "core_attn"))
+
+
+def _dense(mlp: Dense, share: Share) -> Iterator[Work]:
+    halves, ffn, hidden = num_halves(mlp.activation), mlp.ffn, share.hidden
+    yield share.product("mlp in", hidden, halves * ffn, held=hidden * halves * ffn / share.tp, by=("mlp",))
+    yield share.passing("mlp activation", (halves + 1) * ffn, "mlp")
+    yield share.product("mlp out", ffn, hidden, held=hidden * ffn / share.tp, by=("mlp",))
+
+
+def _experts(moe: MoE, share: Share) -> Iterator[Work]:
+    """Router, rows sorted and brought back, routed experts, shared ones. All experts get equally many rows."""
+    hidden, width, ffn, k = share.hidden, moe.routed_width(share.hidden), moe.expert_ffn, moe.top_k
+    halves = num_halves(moe.activation)
+    scores = share.moved(hidden) + 6 * _WIDE * share.tokens * moe.experts
+    router = 2 * share.tokens * hidden * moe.experts
+    by: tuple[RecomputeName, ...] = ("full", "moe")
+    yield Work(name="router", plain=router, streamed=scores, weights=hidden * moe.experts, recomputed=by)
+    if moe.latent is not None:
+        yield share.product("latent", hidden, 2 * width, held=2 * hidden * width, by=("moe",))
+    # Into sending order, and by expert where they arrive; a dispatcher that sends a token once copies rows only there.
+    sorting = (1 if share.sorted_once else 3) * k * width + width
+    yield share.passing("rows to experts", sorting, "moe")
+    held = moe.experts / share.ep * width * ffn / share.etp
+    into = share.product("experts in", width, halves * ffn, rows=k, held=halves * held, by=("moe",))
+    yield replace(into, held="experts")
+    yield share.passing("experts' activation", k * (halves + 1) * ffn, "moe", "moe_act")
+    yield replace(share.product("experts out", ffn, width, rows=k, held=held, by=("moe",)), held="experts")
+    yield share.passing("rows from experts", sorting, "moe")
+    if moe.shared is not None:
+        both: tuple[RecomputeName, ...] = ("moe", "shared_experts")
+        always = moe.shared.count * ffn
+        yield share.product("shared in", hidden, halves * always, held=hidden * halves * always / share.tp, by=both)
+        yield share.passing("shared activation", (halves + 1) * always + 3 * hidden, *both)
+        yield share.product("shared out", always, hidden, held=hidden * always / share.tp, by=both)
+
+
+def embedding_work(share: Share) -> Work:
+    """Rows of the embedding, read and written."""
+    return Work(name="embedding", streamed=share.moved(2 * share.hidden))
+
+
+def loss_work(vocab: int, share: Share) -> Work:
+    """The last norm, logits in the run's dtype, and their cross-entropy in float32: written, read for the loss, and again for its
+    gradient, which overwrites them."""
+    logits = share.tokens * vocab
+    return Work(
+        name="loss",
+        plain=2 * logits * share.hidden,
+        streamed=share.moved(3 * share.hidden) + logits * (share.element + _WIDE),
+        weights=share.hidden * vocab / share.tp,
+        held="head",
+    )
+
+
+def ahead_work(share: Share) -> Iterator[Work]:
+    """What a prediction module has around its layer: three norms and the projection of both halves. Its logits belong to the loss."""
+    yield share.passing("halves' norms", 6 * share.hidden)
+    held = 2.0 * share.hidden * share.hidden
+    work = share.product("projection", 2 * share.hidden, share.hidden, held=held)
+    yield Work(name=work.name, products=work.products, streamed=work.streamed, weights=held)
+
+
+def offloaded(layer: Layer, names: tuple[OffloadName, ...], share: Share) -> float:
+    """Bytes of one layer's activations that wait in host memory: the inputs of what is named."""
+    a, mlp, hidden = layer.attention, layer.mlp, share.hidden
+    if isinstance(a, GQA):
+        value, read = a.heads * a.head_dim, (a.heads + 2 * a.kv_heads) * a.head_dim
+    else:
+        value, read = a.heads * a.value_dim, a.heads * (2 * (a.nope_dim + a.rope_dim) + a.value_dim)
+    numbers: dict[OffloadName, float] = {"attn_norm": hidden, "mlp_norm": hidden, "core_attn": read, "attn_proj": value}
+    if isinstance(mlp, MoE):
+        numbers["expert_fc1"] = mlp.top_k * mlp.routed_width(hidden)
+        numbers["moe_act"] = mlp.top_k * num_halves(mlp.activation) * mlp.expert_ffn
+    return share.moved(sum(numbers.get(name, 0.0) for name in names))

@@ -1,0 +1,149 @@
+"""What the parts of a pipeline rank keep and need for one microbatch, put together from the traces of their pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from core.config.memory import MemoryConfig, OffloadName
+from core.config.precision import FOUR_BITS, PrecisionConfig
+from launch.plan.survivors import Piece
+from launch.plan.trace import PieceTrace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """One piece as a schedule sees it, in bytes.
+
+    kept: waits for the backward, without the input; stream: the input, if it waits too. forward, backward: what the fullest moment of
+    either needs beyond that. late: waits for the weights' gradients, where those are put off. on_host: waits in host memory.
+    """
+
+    kept: int
+    stream: int
+    forward: int
+    backward: int
+    late: int
+    on_host: int
+
+    def plus(self, many: Load, few: Load, times: float) -> Load:
+        """This load and so many times the difference of two others."""
+        both = zip(asdict(self).items(), asdict(many).values(), asdict(few).values(), strict=True)
+        return Load(**{name: here + round(times * (high - low)) for (name, here), high, low in both})
+
+
+def load_of(trace: PieceTrace, precision: PrecisionConfig, memory: MemoryConfig) -> Load:
+    """A piece under a recipe and with offloading: both are declared and not built yet, and planned by the rules below."""
+    on_device = sum(recipe_bytes(piece, precision) for piece in trace.kept)
+    parted = [piece for piece in trace.kept if _offloaded(piece, memory.offload)]
+    away = sum(recipe_bytes(piece, precision) for piece in parted)
+    stream = trace.stream_bytes if trace.keeps_input else 0
+    if stream and "attn_norm" in memory.offload and _in_layer(trace):
+        away, stream = away + stream, 0
+        on_device += trace.stream_bytes
+    return Load(
+        kept=on_device - away,
+        stream=stream,
+        forward=max(0, trace.forward_peak - trace.kept_bytes),
+        backward=max(0, trace.backward_peak - trace.kept_bytes) + away,
+        late=trace.late,
+        on_host=away,
+    )
+
+
+def recipe_bytes(piece: Piece, precision: PrecisionConfig) -> int:
+    """What a kept piece takes under a recipe of fewer bits: operands of products in layers are kept as the products read them.
+
+    One byte an element, half a byte of four bits, and the scales: one byte in 32 (mxfp8), four in 128 (blockwise), one in 16 (nvfp4).
+    What attention or a norm needs, and all of router, head and embedding, stays in the format it is computed in.
+    """
+    inside = ".attention" in piece.module or ".mlp" in piece.module or piece.module.endswith("_norm")
+    plain = precision.recipe is None or not piece.in_product or piece.of_attention != ""
+    if plain or piece.dtype != torch.bfloat16 or not inside or ".router" in piece.module:
+        return piece.num_bytes
+    each = {"mxfp8": 1 + 1 / 32, "fp8_blockwise": 1 + 4 / 128, "nvfp4": 0.5 + 1 / 16}.get(str(precision.recipe), 1.0)
+    assert each < 1 or precision.recipe not in FOUR_BITS
+    return round(piece.num_bytes / piece.dtype.itemsize * each)
+
+
+def _offloaded(piece: Piece, names: Sequence[OffloadName]) -> bool:
+    """Whether a kept piece is the input of a part that is named; the input of the first norm is that of the whole layer."""
+    module, last = piece.module, piece.module.rpartition(".")[2]
+    found: OffloadName | None = None
+    if piece.of_attention == "operand":
+        found = "core_attn"
+    elif last == "attention" and piece.in_product:
+        found = "attn_proj"
+    elif module.startswith("layers.") and module.count(".") == 1:
+        found = "mlp_norm"
+    elif last == "mlp" and piece.in_product:
+        found = "expert_fc1"
+    elif last == "experts" and not piece.in_product:
+        found = "moe_act"
+    return found is not None and found in names
+
+
+def _in_layer(trace: PieceTrace) -> bool:
+    return any(piece.module.startswith("layers.") for piece in trace.kept)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """What a part itself holds at its fullest moment of a forward or backward: kept activations, kept of the loss, and all it needs."""
+
+    activations: int
+    logits: int
+    total: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartLoad:
+    """One part of a pipeline rank with one microbatch: what it keeps, and its fullest moments."""
+
+    activations: int
+    logits: int
+    late: int
+    on_host: int
+    forward: Moment
+    backward: Moment
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacedPiece:
+    """A piece in its part. stream: whether its input is memory of its own: false for what the part receives. loss: of the head."""
+
+    load: Load
+    own_input: bool
+    loss: bool = False
+
+
+def part_load(pieces: Sequence[PlacedPiece], *, received: int, out: int, shared: int) -> PartLoad:
+    """The pieces of a part in order. received, out: bytes that come in and that go on, which wait too; shared: what all layers use."""
+    held, logits, late, on_host = received + shared, 0, 0, 0
+    forward, backward = Moment(activations=held, logits=0, total=held), Moment(activations=0, logits=0, total=0)
+    for placed in pieces:
+        load = placed.load
+        held += load.stream if placed.own_input else 0
+        if placed.loss:
+            logits += load.kept
+        else:
+            held += load.kept
+        late, on_host = late + load.late, on_host + load.on_host
+        forward = _fuller(forward, held, logits, load.forward)
+        backward = _fuller(backward, held, logits, load.backward)
+    held += out
+    return PartLoad(
+        activations=held,
+        logits=logits,
+        late=late,
+        on_host=on_host,
+        forward=_fuller(forward, held, logits, 0),
+        backward=_fuller(backward, held, logits, 0),
+    )
+
+
+def _fuller(before: Moment, activations: int, logits: int, needs: int) -> Moment:
+    total = activations + logits + needs
+    return before if before.total > total else Moment(activations=activations, logits=logits, total=total)

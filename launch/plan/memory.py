@@ -1,0 +1,304 @@
+"""How much memory every rank of a run needs: what it holds from step to step, and what its schedule keeps at the fullest moment.
+
+Parameters are counted on the real modules, activations by tracing them (launch/plan/trace.py), and the moments by executing the real
+schedule (core/pipeline/schedule.py): each forward of a part adds what its pieces keep, each backward frees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from core.attention.packing import held_tokens
+from core.config.architecture import MoE
+from core.config.run import RunConfig
+from core.parallel.fake import PlannedWorld, plan_world
+from core.parallel.groups import Groups
+from core.parallel.mesh import fold
+from core.pipeline.action import Action
+from core.pipeline.layout import Layout, Part, layout_of
+from core.pipeline.schedule import make_schedule
+from core.state.box import ends
+from launch.plan.load import Moment, PartLoad, PlacedPiece, part_load
+from launch.plan.pieces import RankPieces, Traces
+from launch.plan.resident import Resident, fsdp, held_names, zero1
+from launch.plan.result import MemoryParts, RankMemory
+from launch.plan.trace import FLOATS
+
+# A schedule has met its fullest moment after so many microbatches for each pipeline rank; only GPipe keeps all of a step.
+_ENOUGH = 4
+
+
+def plan_memory(run: RunConfig) -> tuple[RankMemory, ...]:
+    """The fullest rank at each place of the pipeline. For several runs, one planner traces what they have in common only once.
+
+    Raises ConfigError for an impossible layout, ValueError where a folding does not divide the ranks.
+    """
+    return MemoryPlanner().of(run)
+
+
+class MemoryPlanner:
+    """Plans the memory of runs; what was traced for one run is known for all others.
+
+    A layer of experts is traced for each tp, cp, ep, etp, dispatcher, microbatch, compute format and recomputation that it meets;
+    everything else not even for each ep, etp and dispatcher. pp, vpp, dp, layout, schedule, sharding, recipe, formats of gradients and
+    moments, and offloading cost no trace.
+    """
+
+    def __init__(self) -> None:
+        self.traces = Traces()
+
+    def of(self, run: RunConfig) -> tuple[RankMemory, ...]:
+        """As `plan_memory`."""
+        place = _Place(run=run)
+        return tuple(self._rank(place, rank) for rank in place.fullest_ranks())
+
+    def rank(self, run: RunConfig, rank: int) -> RankMemory:
+        """One rank of a run."""
+        return self._rank(_Place(run=run), rank)
+
+    def resident(self, run: RunConfig, rank: int) -> Resident:
+        """What one rank holds from step to step."""
+        return self._resident(_Place(run=run), self.traces.of(run, rank), rank)
+
+    def parts(self, run: RunConfig, rank: int, *, hot: bool = False) -> tuple[PartLoad, ...]:
+        """What one rank's parts keep and need, by virtual stage. hot: all tokens of the ep group that can come to this rank."""
+        return _parts(_Place(run=run), self.traces.of(run, rank), rank, hot=hot)
+
+    def traffic(self, run: RunConfig, rank: int) -> dict[str, int]:
+        """What one rank sends in a step, by axis: what its parts send for every microbatch, what travels along the pipeline, and copies
+        of parameters and gradients; not the few numbers that a step's report sums up."""
+        place, pieces = _Place(run=run), self.traces.of(run, rank)
+        resident = self._resident(place, pieces, rank)
+        sent: dict[str, float] = dict(resident.sent)
+        for part in place.parts(rank):
+            for placed in pieces.of_part(part):
+                for axis, both in placed.trace.sent.items():
+                    each = sum(both) * place.whole_world(axis, pieces.setting.ranks)
+                    sent[axis] = sent.get(axis, 0) + each * place.microbatches
+            travels = place.leaving(part) * pieces.shared.embedding.stream_bytes
+            sent["pp"] = sent.get("pp", 0) + travels * place.microbatches
+        for axis, count in resident.sent_by_units.items():
+            sent[axis] = sent.get(axis, 0) + count * place.microbatches
+        return {axis: round(count) for axis, count in sent.items() if count}
+
+    def _rank(self, place: _Place, rank: int) -> RankMemory:
+        run, pieces = place.run, self.traces.of(place.run, rank)
+        resident = self._resident(place, pieces, rank)
+        actions = place.actions(rank)
+        balanced = worst = _fullest(actions, _parts(place, pieces, rank, hot=False))
+        if any(isinstance(layer.mlp, MoE) for layer in pieces.kinds) and run.parallel.ep > 1:
+            worst = _fullest(actions, _parts(place, pieces, rank, hot=True))
+        away = round(resident.optimizer * run.memory.optimizer_offload)
+        # One activation is received ahead, and one gradient may not have left yet.
+        buffers = 2 * pieces.shared.embedding.stream_bytes if run.parallel.pp > 1 else 0
+        needs = resident.gathered + buffers
+        return RankMemory(
+            pp_rank=place.pp_rank(rank),
+            rank=rank,
+            balanced=_memory_parts(resident, balanced, away, needs),
+            worst=_memory_parts(resident, worst, away, needs),
+            in_flight=balanced.in_flight,
+            on_host=balanced.on_host + away,
+        )
+
+    def _resident(self, place: _Place, pieces: RankPieces, rank: int) -> Resident:
+        run = place.run
+        named = held_names(place.parts(rank), pieces.experts.entries, pieces.numbers, run.model.tied_embeddings)
+        rule = fsdp if run.parallel.sharding == "fsdp" else zero1
+        return rule(named, place.groups(rank), FLOATS[run.precision.compute], run.precision)
+
+
+def _parts(place: _Place, pieces: RankPieces, rank: int, *, hot: bool) -> tuple[PartLoad, ...]:
+    stream, found = pieces.shared.embedding.stream_bytes, []
+    for part in place.parts(rank):
+        placed = [
+            PlacedPiece(load=pieces.load(each, hot=hot), own_input=each.own_input, loss=each.loss)
+            for each in pieces.of_part(part)
+        ]
+        coming, going = place.streams(part)
+        turns = pieces.shared.turn_bytes if part.layers or part.ahead else 0
+        found.append(part_load(placed, received=coming * stream, out=going * stream, shared=turns))
+    return tuple(found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """A run's layout and world, as far as ranks are asked about."""
+
+    run: RunConfig
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The stages."""
+        return layout_of(self.run.model, self.run.parallel)
+
+    @cached_property
+    def world(self) -> PlannedWorld:
+        """The groups of all ranks."""
+        p = self.run.parallel
+        return plan_world(
+            fold(p, self.run.ranks),
+            heads=p.cp_alltoall,
+            ep_per_node=p.ep_per_node,
+            embedding_stages=self.layout.embedding_stages(self.run.model.tied_embeddings),
+            fsdp_replicas=p.fsdp_replicas if p.sharding == "fsdp" else None,
+        )
+
+    @property
+    def stage_ranks(self) -> int:
+        """Ranks at one place of the pipeline."""
+        return self.run.ranks // self.run.parallel.pp
+
+    @property
+    def microbatches(self) -> int:
+        """Of one replica in a step; at least one."""
+        p, train = self.run.parallel, self.run.train
+        return max(1, train.global_batch // (train.microbatch * (self.stage_ranks // (p.tp * p.cp))))
+
+    def groups(self, rank: int) -> Groups:
+        """The groups of a rank."""
+        return self.world.groups(rank)
+
+    def pp_rank(self, rank: int) -> int:
+        """Its place along the pipeline."""
+        return rank // self.stage_ranks
+
+    def parts(self, rank: int) -> tuple[Part, ...]:
+        """What it holds."""
+        return self.layout.parts_of(self.pp_rank(rank))
+
+    def fullest_ranks(self) -> Iterator[int]:
+        """At each place of the pipeline the first rank with the most tokens, and of those the largest stretch of the vocabulary."""
+        p = self.run.parallel
+        shares = [(self._tokens(rank), self._vocabulary(rank % p.tp), -rank) for rank in range(p.tp * p.cp)]
+        first = -max(shares)[2]
+        yield from range(first, self.run.ranks, self.stage_ranks)
+
+    def streams(self, part: Part) -> tuple[int, int]:
+        """How many streams of hidden states a part receives, and makes for the next; none at the ends."""
+        parts = self.layout.parts
+        at = parts.index(part)
+        before = 1 + sum(len(each.ahead) for each in parts[:at])
+        return 0 if part.embedding else before, 0 if part.loss else before + len(part.ahead)
+
+    def leaving(self, part: Part) -> int:
+        """How many streams a part sends to other ranks: activations on, and gradients back."""
+        coming, going = self.streams(part)
+        return coming + going if self.run.parallel.pp > 1 else 0
+
+    def whole_world(self, axis: str, traced: int) -> float:
+        """By how much more than in the traced world, whose stage has fewer ranks, a rank sends over an axis: only balance over the
+        global batch goes beyond a microbatch, with all-reduces of one size."""
+        if axis != "tokens" or traced == 1:
+            return 1.0
+        return (1 - 1 / self.stage_ranks) / (1 - 1 / traced)
+
+    def actions(self, rank: int) -> tuple[Action, ...]:
+        """What the rank does, long enough to meet its fullest moment."""
+        p, microbatches = self.run.parallel, self.microbatches
+        if p.schedule != "gpipe":
+            microbatches = min(microbatches, _ENOUGH * p.pp)
+        schedule = make_schedule(p.schedule, stages=p.pp, virtual=self.layout.virtual, microbatches=microbatches)
+        return schedule.ranks[self.pp_rank(rank)]
+
+    def _tokens(self, rank: int) -> int:
+        """Of a sequence, on one of the ranks of tp * cp."""
+        p = self.run.parallel
+        place, ring = rank // p.tp, p.cp // p.cp_alltoall
+        held = held_tokens(
+            self.run.train.sequence_tokens, (place // p.cp_alltoall, ring), (place % p.cp_alltoall, p.cp_alltoall)
+        )
+        bounds = ends(held * self.run.train.microbatch, p.tp)
+        return bounds[rank % p.tp + 1] - bounds[rank % p.tp]
+
+    def _vocabulary(self, position: int) -> int:
+        bounds = ends(self.run.model.vocab, self.run.parallel.tp)
+        return bounds[position + 1] - bounds[position]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Fullest:
+    """The fullest moment of a rank's step, in bytes, and how many forwards then waited, by virtual stage."""
+
+    activations: int
+    logits: int
+    working: int
+    in_flight: tuple[int, ...]
+    on_host: int
+
+    @property
+    def total(self) -> int:
+        """On the device."""
+        return self.activations + self.logits + self.working
+
+
+@dataclass(kw_only=True)
+class _Step:
+    """A rank in the middle of its step: what waits, and the fullest moment so far."""
+
+    loads: Sequence[PartLoad]
+    waiting: list[int] = field(default_factory=list)
+    late: list[int] = field(default_factory=list)
+    best: _Fullest | None = None
+
+    def __post_init__(self) -> None:
+        self.waiting, self.late = [0] * len(self.loads), [0] * len(self.loads)
+
+    def do(self, action: Action) -> None:
+        """Count one action."""
+        chunk = action.chunk
+        if action.kind == "forward":
+            self._meet((chunk, self.loads[chunk].forward))
+            self.waiting[chunk] += 1
+        elif action.kind == "combined":
+            assert action.backward_chunk is not None, "it has two halves"
+            self.waiting[action.backward_chunk] -= 1
+            other = action.backward_chunk
+            self._meet((chunk, self.loads[chunk].forward), (other, self.loads[other].backward))
+            self.waiting[chunk] += 1
+        elif action.kind in ("backward", "input_gradient"):
+            self.waiting[chunk] -= 1
+            self._meet((chunk, self.loads[chunk].backward))
+            self.late[chunk] += action.kind == "input_gradient"
+        elif action.kind == "weight_gradient":
+            self.late[chunk] -= 1
+
+    def _meet(self, *running: tuple[int, Moment]) -> None:
+        """Compare the fullest moment of the parts that run, beside all that waits, with the fullest so far."""
+        numbers = list(zip(self.waiting, self.late, self.loads, strict=True))
+        moments = [moment for _, moment in running]
+        activations = sum(n * load.activations + late * load.late for n, late, load in numbers)
+        activations += sum(moment.activations for moment in moments)
+        logits = sum(n * load.logits for n, _, load in numbers) + sum(moment.logits for moment in moments)
+        total = sum(moment.total - moment.activations - moment.logits for moment in moments)
+        if self.best is not None and self.best.total >= activations + logits + total:
+            return
+        in_flight = list(map(sum, zip(self.waiting, self.late, strict=True)))
+        for chunk, _ in running:
+            in_flight[chunk] += 1
+        on_host = sum(n * load.on_host for n, load in zip(in_flight, self.loads, strict=True))
+        self.best = _Fullest(
+            activations=activations, logits=logits, working=total, in_flight=tuple(in_flight), on_host=on_host
+        )
+
+
+def _fullest(actions: Sequence[Action], loads: Sequence[PartLoad]) -> _Fullest:
+    step = _Step(loads=loads)
+    for action in actions:
+        step.do(action)
+    assert step.best is not None, "a schedule has a forward"
+    return step.best
+
+
+def _memory_parts(resident: Resident, fullest: _Fullest, away: int, needs: int) -> MemoryParts:
+    """away: of the optimizer, in host memory. needs: beside what the schedule keeps and layers need."""
+    return MemoryParts(
+        parameters=resident.parameters,
+        gradients=resident.gradients,
+        optimizer=resident.optimizer - away + resident.travelling,
+        activations=fullest.activations,
+        logits=fullest.logits,
+        working=fullest.working + needs,
+    )

@@ -1,0 +1,245 @@
+"""What a rank holds from step to step: parameters, summed gradients, and the optimizer's states, laid out as core/optim lays them out.
+
+Pieces come from the real modules' own declarations; the arithmetic of buckets is that of core/optim/buckets.py. Dense pieces are
+spread over the copies that tp, cp and dp make, experts over edp (ZeRO-1), or over the ranks of their shards (FSDP).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from core.config.precision import FOUR_BITS, PrecisionConfig
+from core.optim.buckets import BUCKET_BYTES, in_chunks, lay_out, main_dtype
+from core.optim.fsdp import MOST_PADDING
+from core.parallel.groups import Group, Groups
+from core.pipeline.layout import Part
+from core.state.inventory import Entry, replicas
+
+Named = tuple[str, Entry]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resident:
+    """Bytes held from step to step. travelling: of the largest bucket whose sum over copies is under way beside the gradients.
+
+    gathered: with FSDP, of the two largest neighbouring units whose parameters are whole at once, and of the larger one's gradient.
+    sent: what a step sends for copies of parameters, by axis: gradients there, parameters back. gathered_bytes, of FSDP, is sent
+    for every microbatch and part that runs; see `sent_by_units`.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    travelling: int
+    gathered: int
+    sent: Mapping[str, int]
+    sent_by_units: Mapping[str, int]
+
+
+def held_names(parts: Sequence[Part], entries: Mapping[str, Entry], kinds: Sequence[int], tied: bool) -> list[Named]:
+    """The tensors of a stage in module order, by name, each with the entry of the one that it is like.
+
+    entries: of a model with one layer of each kind and the last one once more (launch/plan/trace.py). kinds: of every layer.
+    """
+    by_owner: dict[str, list[Named]] = {}
+    for name, entry in entries.items():
+        owner, rest = _owner(name)
+        by_owner.setdefault(owner, []).append((rest, entry))
+    found: list[Named] = []
+    layers = [i for part in parts for i in part.layers]
+    ahead = [d for part in parts for d in part.ahead]
+    if any(part.embedding or part.ahead or (part.loss and tied) for part in parts):
+        found += [(f"embedding.{rest}", entry) for rest, entry in by_owner["embedding"]]
+    for i in layers:
+        found += [(f"layers.{i}.{rest}", entry) for rest, entry in by_owner[f"layers.{kinds[i]}"]]
+    if layers and layers[-1] == len(kinds) - 1:
+        found += [(f"final_norm.{rest}", entry) for rest, entry in by_owner["final_norm"]]
+    for d in ahead:
+        found += [(f"mtp.{d}.{rest}", entry) for rest, entry in by_owner[f"mtp.{d}"]]
+    if not tied and any(part.loss for part in parts):
+        found += [(f"head.{rest}", entry) for rest, entry in by_owner["head"]]
+    return found
+
+
+def _owner(name: str) -> tuple[str, str]:
+    """The part of a model that a tensor belongs to, and its name there."""
+    words = name.split(".")
+    depth = 2 if words[0] in ("layers", "mtp") else 1
+    return ".".join(words[:depth]), ".".join(words[depth:])
+
+
+def zero1(named: Sequence[Named], groups: Groups, dtype: torch.dtype, precision: PrecisionConfig) -> Resident:
+    """As `core.optim.buckets.pack` and `core.optim.adam.AdamW` allocate it."""
+    trained, buffers = _split(named)
+
+    def kind(entry: Entry) -> Hashable:
+        group = replicas(entry.spec, groups)
+        return group.axis, group.ranks, entry.spec.decay, entry.tensor.dtype
+
+    main, parameters, gradients, optimizer, travelling = main_dtype(dtype), buffers, 0, 0, 0
+    sent: dict[str, int] = {}
+    for members in in_chunks(trained, kind, BUCKET_BYTES):
+        group = replicas(members[0][1].spec, groups)
+        _, size = lay_out(members, dtype, group.size)
+        share, bits = size // group.size, _primary_share(members, precision)
+        parameters += int(size * dtype.itemsize * bits)
+        gradients += size * _gradient_bytes(main, precision)
+        optimizer += share * (_moment_bytes(main, precision) + (main.itemsize if dtype != main or bits < 1 else 0)) + 4
+        if group.size > 1:
+            travelling = max(travelling, size * _gradient_bytes(main, precision))
+            others = (group.size - 1) * share
+            back = int(others * dtype.itemsize * bits)
+            sent[group.axis] = sent.get(group.axis, 0) + others * _gradient_bytes(main, precision) + back
+    return Resident(
+        parameters=parameters,
+        gradients=gradients,
+        optimizer=optimizer,
+        travelling=travelling,
+        gathered=0,
+        sent=sent,
+        sent_by_units={},
+    )
+
+
+def fsdp(named: Sequence[Named], groups: Groups, dtype: torch.dtype, precision: PrecisionConfig) -> Resident:
+    """As `core.optim.fsdp.shard` and `core.optim.shards.FullyShardedOptimizer` allocate it: shards in float32, which are the masters."""
+    assert groups.shards is not None, "these groups are not for sharding=fsdp"
+    trained, buffers = _split(named)
+    main, parameters = main_dtype(dtype), buffers
+    shards: dict[str, int] = {}
+    units: dict[str, list[int]] = {}
+    by_unit: dict[str, int] = {}
+    for name, entry in trained.items():
+        group = _shard_group(name, entry, groups)
+        shards[name], padded = _shard(entry, group.size)
+        sharded = group.size > 1
+        parameters += padded * main.itemsize if sharded else shards[name] * dtype.itemsize
+        if sharded:
+            units.setdefault(_unit(name), []).append(padded * group.size)
+            # Gathered for the forward and again for the backward, and its gradient summed in the dtype of masters.
+            once = (group.size - 1) * padded * (2 * dtype.itemsize + main.itemsize)
+            by_unit[group.axis] = by_unit.get(group.axis, 0) + once
+    gradients, sent = _copies_of_shards(trained, shards, groups, main, precision)
+    optimizer = 0
+    for name, entry in trained.items():
+        if shards[name]:
+            own = dtype != main and _shard_group(name, entry, groups).size == 1
+            optimizer += shards[name] * (_moment_bytes(main, precision) + (main.itemsize if own else 0)) + 4
+    whole = [sum(sizes) for sizes in units.values()]
+    two = max((sum(whole[i : i + 2]) for i in range(len(whole))), default=0)
+    return Resident(
+        parameters=parameters,
+        gradients=gradients,
+        optimizer=optimizer,
+        travelling=0,
+        gathered=two * dtype.itemsize + max(whole, default=0) * main.itemsize,
+        sent=sent,
+        sent_by_units=by_unit,
+    )
+
+
+def _copies_of_shards(
+    trained: Mapping[str, Entry],
+    shards: Mapping[str, int],
+    groups: Groups,
+    main: torch.dtype,
+    precision: PrecisionConfig,
+) -> tuple[int, dict[str, int]]:
+    """Bytes of the main gradients, and what a step sends to sum copies of shards, there and back."""
+
+    def kind(entry: Entry) -> Hashable:
+        return _copies(entry, groups).ranks, main
+
+    sized = {name: _sized(entry, shards[name]) for name, entry in trained.items()}
+    gradients, sent = 0, dict[str, int]()
+    for members in in_chunks(sized, kind, BUCKET_BYTES):
+        group = _copies(members[0][1], groups)
+        _, size = lay_out(members, main, group.size)
+        gradients += size * _gradient_bytes(main, precision)
+        if group.size > 1:
+            both = 2 * (group.size - 1) * (size // group.size) * _gradient_bytes(main, precision)
+            sent[group.axis] = sent.get(group.axis, 0) + both
+    return gradients, sent
+
+
+def _sized(entry: Entry, elements: int) -> Entry:
+    """An entry whose tensor has so many elements, and no data."""
+    return Entry(spec=entry.spec, tensor=torch.empty(elements, device="meta"))
+
+
+def _copies(entry: Entry, groups: Groups) -> Group:
+    """As `core.state.inventory.copies` of a shard."""
+    assert groups.shards is not None
+    match entry.spec.replicas:
+        case "expert":
+            return groups.shards.expert_copies if groups.shards.expert.size > 1 else replicas(entry.spec, groups)
+        case "embedding":
+            return groups.shards.embedding_copies if groups.shards.dense.size > 1 else replicas(entry.spec, groups)
+        case "dense":
+            shared = groups.shards.dense.size > 1
+            return groups.shards.copies[entry.spec.adjacent] if shared else replicas(entry.spec, groups)
+
+
+def _shard_group(name: str, entry: Entry, groups: Groups) -> Group:
+    assert groups.shards is not None
+    return groups.shards.expert if entry.spec.replicas == "expert" else groups.shards.dense
+
+
+def _shard(entry: Entry, ranks: int) -> tuple[int, int]:
+    """The elements of the first rank's shard, and those of the largest, to which torch pads all."""
+    shape = tuple(entry.tensor.shape)
+    if ranks == 1 or not shape:
+        return entry.tensor.numel(), entry.tensor.numel()
+    size = shape[0]
+    even = -(-size // ranks) * ranks <= MOST_PADDING * size
+    cut = 0 if even else next((d for d, n in enumerate(shape) if n % ranks == 0), 0)
+    others = entry.tensor.numel() // max(1, shape[cut])
+    largest = -(-shape[cut] // ranks)
+    return min(largest, shape[cut]) * others, largest * others
+
+
+def _unit(name: str) -> str:
+    """The unit of FSDP that a parameter belongs to."""
+    parts = name.split(".")
+    if "experts" in parts:
+        return ".".join(parts[: parts.index("experts") + 1])
+    if parts[0] == "mtp":
+        return ".".join(parts[:3] if parts[2] == "layer" else parts[:2])
+    return ".".join(parts[:2]) if parts[0] == "layers" else parts[0]
+
+
+def _split(named: Sequence[Named]) -> tuple[dict[str, Entry], int]:
+    """The trained ones, and the bytes of the others."""
+    trained = {name: entry for name, entry in named if entry.spec.trained}
+    return trained, sum(entry.tensor.nbytes for _, entry in named if not entry.spec.trained)
+
+
+# What follows is declared and not built yet (core/check/built.py): planned by these rules.
+
+
+def _gradient_bytes(main: torch.dtype, precision: PrecisionConfig) -> int:
+    return 2 if precision.main_gradients == "bfloat16" else main.itemsize
+
+
+def _moment_bytes(main: torch.dtype, precision: PrecisionConfig) -> int:
+    """Both moments of one element."""
+    return 2 * (2 if precision.moments == "bfloat16" else main.itemsize)
+
+
+def _primary_share(members: Sequence[Named], precision: PrecisionConfig) -> float:
+    """How much of its bytes in `compute` a bucket takes whose matrices are held in the recipe's format; norms, routers, embedding and
+    head stay as they are."""
+    if not precision.primary or precision.recipe is None:
+        return 1.0
+    bits = 0.25 if precision.recipe in FOUR_BITS else 0.5
+    total = sum(entry.tensor.numel() for _, entry in members)
+    held = sum(entry.tensor.numel() for name, entry in members if _quantised(name, entry))
+    return 1.0 - held / total * (1.0 - bits)
+
+
+def _quantised(name: str, entry: Entry) -> bool:
+    inside = name.startswith(("layers.", "mtp."))
+    return inside and len(entry.spec.shape) > 1 and ".router." not in name and "bias" not in name

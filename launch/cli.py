@@ -59,7 +59,34 @@ def train_options() -> list[click.Parameter]:
         click.Option(["--resume"], is_flag=True, help="Continue the run in --out from its last checkpoint."),
         click.Option(["--seed"], type=int, metavar="N", help="Seed of the weights and of the data's order."),
         click.Option(["--dtype"], metavar="float32|bfloat16", help="Format of parameters and activations."),
-        click.Option(["--dry-run"], is_flag=True, help="Print the plan and every setting; start nothing."),
+        *place_options(),
+        click.Option(["--dry-run"], is_flag=True, help="Print the plan, every setting and the script; start nothing."),
+    ]
+
+
+def place_options() -> list[click.Parameter]:
+    """The options that say where a run is started, and how."""
+    return [
+        click.Option(
+            ["--backend"],
+            default="local",
+            metavar="local|slurm|kubernetes|print",
+            help="Where the run is started; without it, here.",
+        ),
+        click.Option(
+            ["--cluster"],
+            multiple=True,
+            metavar="KEY=VALUE",
+            help="An option of the cluster: partition=gpu, time=4:00:00, image=….",
+        ),
+        click.Option(
+            ["--restarts"],
+            type=click.IntRange(min=0),
+            default=0,
+            metavar="N",
+            help="Start the workers again after a failure, N times at most.",
+        ),
+        click.Option(["--yes"], is_flag=True, help="Resume with other settings without being asked."),
     ]
 
 
@@ -197,6 +224,70 @@ def schedule(model: str, microbatches: int | None, costs: str, out: Path | None,
     show_schedule(model, Request(**request), microbatches, costs, out)
 
 
+@cli.command()
+@click.argument("model", required=False)
+@click.option("--size", help="Size of the model (see `launch list`).")
+@click.option("--hw", "hardware", metavar="NAME", help="Hardware; without it and a model, the machine at hand.")
+@click.option("--ranks", type=int, metavar="N", help="Number of worker processes.")
+@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Change one setting, as in launch MODEL.")
+@click.option("--import", "imports", is_flag=True, help="Import torch and the packages too, which takes a while.")
+def doctor(model: str | None, imports: bool, **request: Any) -> None:
+    """Check this machine against what MODEL, or a kind of hardware, needs: devices, driver, packages, limits, folders.
+
+    Ends with code 1 where something is missing, and says how to get it.
+    """
+    from launch.doctor import doctor as examine
+    from launch.request import Request
+
+    if not examine(model, Request(**request), imports=imports):
+        raise click.exceptions.Exit(1)
+
+
+@cli.command()
+@click.argument("run", type=click.Path(path_type=Path))
+def status(run: Path) -> None:
+    """Say what the run in folder RUN is doing, wherever it was started."""
+    from launch.jobs import status as status_of
+    from launch.jobs import status_text
+
+    click.echo(status_text(run, status_of(run)))
+
+
+@cli.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--rank", type=int, metavar="N", help="Of this rank; without it, of rank 0 and what started it.")
+@click.option("--follow", is_flag=True, help="Go on as it is written, until the run ends.")
+def logs(run: Path, rank: int | None, follow: bool) -> None:
+    """Print what a rank of the run in folder RUN has written."""
+    from launch.jobs import logs as print_logs
+
+    print_logs(run, rank, follow)
+
+
+@cli.command()
+@click.argument("run", type=click.Path(path_type=Path))
+def stop(run: Path) -> None:
+    """Have the run in folder RUN save a checkpoint and end, wherever it runs."""
+    from launch.jobs import stop as stop_run
+
+    click.echo(stop_run(run))
+
+
+@cli.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--steps", type=int, metavar="N", help="The step at which the run stops.")
+@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Change one setting, as in launch MODEL.")
+@click.option(
+    "--cluster", multiple=True, metavar="KEY=VALUE", help="Options of the cluster instead of those of before."
+)
+@click.option("--yes", is_flag=True, help="Resume with other settings without being asked.")
+def resume(run: Path, steps: int | None, settings: tuple[str, ...], cluster: tuple[str, ...], yes: bool) -> None:
+    """Start the run in folder RUN again from its last checkpoint, where it was started last."""
+    from launch.start import resume as start_again
+
+    start_again(run, {"steps": steps, "settings": settings}, cluster=cluster, yes=yes)
+
+
 def train(model: str, **options: Any) -> None:
     """Plan the run, and start it unless it is a dry run."""
     from launch.start import Start, start
@@ -204,7 +295,8 @@ def train(model: str, **options: Any) -> None:
     out, init = options.pop("out"), options.pop("init")
     resume, dry_run = options.pop("resume"), options.pop("dry_run")
     folder = Path(out) if out else None
-    start(Start(model=model, out=folder, resume=resume, dry_run=dry_run, options=options, init=init))
+    place = {name: options.pop(name) for name in ("backend", "cluster", "restarts", "yes")}
+    start(Start(model=model, out=folder, resume=resume, dry_run=dry_run, options=options, init=init, **place))
 
 
 def model_names() -> tuple[str, ...]:

@@ -12,12 +12,17 @@ from core.config.run import RunConfig
 from core.errors import ConfigError
 from launch.choice import choose_continued
 from launch.describe import describe, list_rows
+from launch.plan.make import make_plan
 from launch.request import Planned, Request, new_run, resumed_run
 from tests.launch.families import FAMILY
 
 
 def plan(**asked: object) -> Planned:
     return new_run(Request(**asked), FAMILY)  # type: ignore[arg-type]
+
+
+def words(planned: Planned) -> str:
+    return describe(planned, make_plan(planned.run), Path("runs/x"))
 
 
 def faults(error: pytest.ExceptionInfo[ConfigError]) -> str:
@@ -306,7 +311,7 @@ def test_what_would_break_the_continuity_is_refused_by_name() -> None:
 
 def test_a_plan_in_words_has_both_foldings_the_batch_and_every_origin() -> None:
     planned = plan(steps=10, settings=("model.moe.top_k=3",))
-    text = describe(planned, Path("runs/x"))
+    text = words(planned)
     assert "attention    tp 1 × cp 1 × dp 2 × pp 1" in text
     assert "experts      etp 1 × ep 2 × edp 1 × pp 1" in text
     assert "ep groups of ranks {0, 1}" in text
@@ -320,7 +325,7 @@ def test_a_plan_in_words_has_both_foldings_the_batch_and_every_origin() -> None:
 
 def test_a_plan_in_words_says_what_every_pipeline_rank_holds_and_what_is_sharded() -> None:
     settings = ("pp=2", "vpp=2", "layout=E|t|t|L", "schedule=zero_bubble", "dispatcher=allgather")
-    text = describe(plan(ranks=8, settings=tuple(f"parallel.{s}" for s in settings)), Path("runs/x"))
+    text = words(plan(ranks=8, settings=tuple(f"parallel.{s}" for s in settings)))
     assert (
         "attention    tp 1 × cp 1 × dp 4 × pp 2\n               dp groups of ranks {0, 1, 2, 3}, {4, 5, 6, 7}" in text
     )
@@ -329,22 +334,22 @@ def test_a_plan_in_words_says_what_every_pipeline_rank_holds_and_what_is_sharded
     assert "               rank 0: embedding | layer 1\n               rank 1: layer 0 | loss" in text
     assert "sharding     zero1: optimizer states over 4 ranks, of experts over 2" in text
     settings = ("dispatcher=flex", "ep_per_node=2")
-    text = describe(plan(ranks=4, settings=tuple(f"parallel.{s}" for s in settings)), Path("runs/x"))
+    text = words(plan(ranks=4, settings=tuple(f"parallel.{s}" for s in settings)))
     assert "experts      etp 1 × ep 2 × edp 2 × pp 1, flex dispatcher, nodes of 2 ranks" in text
     settings = ("sharding=fsdp", "fsdp_replicas=2")
-    text = describe(plan(ranks=4, settings=tuple(f"parallel.{s}" for s in settings)), Path("runs/x"))
+    text = words(plan(ranks=4, settings=tuple(f"parallel.{s}" for s in settings)))
     assert "sharding     fsdp: parameters and optimizer states over 2 ranks, of experts over 1; 2 copies" in text
-    assert "pipeline" not in text
+    assert "\n  pipeline  " not in text
 
 
 def test_a_long_pipeline_is_cut_short_in_words() -> None:
-    text = describe(plan(ranks=12, settings=("parallel.pp=12", "parallel.ep=1")), Path("runs/x"))
+    text = words(plan(ranks=12, settings=("parallel.pp=12", "parallel.ep=1")))
     assert "rank 0: embedding, layer" not in text and "rank 1: layer 0" in text
     assert "rank 7: nothing\n               and 4 more" in text
     deep = plan(
         ranks=2, settings=("model.num_layers=9", "parallel.pp=2", "parallel.ep=1", "parallel.layout=E(t)*7|ttL")
     )
-    text = describe(deep, Path("runs/x"))
+    text = words(deep)
     assert "rank 0: embedding, layers 0–6" in text and "rank 1: layers 7–8, loss" in text
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from core.config.architecture import (
     GQA,
+    MLA,
     ClampedSwiGLU,
     Dense,
     Groups,
@@ -24,6 +25,7 @@ from core.config.architecture import (
 )
 from core.config.capacity_text import parse_capacity
 from core.config.mapping import ParallelConfig
+from core.config.memory import MemoryConfig
 from core.config.precision import PrecisionConfig
 from core.config.router_text import parse_balance, parse_selection
 from core.config.run import CheckpointConfig, DataConfig, OptimizerConfig, RunConfig, TrainConfig
@@ -179,9 +181,17 @@ def clamped(limit: float) -> RunConfig:
     return replace(RUN, model=replace(MODEL, layers=(layer,), predict_ahead=None))
 
 
+LATENT = Layer(
+    attention=MLA(
+        heads=12, query_rank=None, latent_rank=8, nope_dim=8, rope_dim=4, value_dim=8, latent_norm=RMSNorm(eps=1e-6)
+    ),
+    mlp=Dense(ffn=192),
+)
+RAISED = replace(RUN, memory=MemoryConfig(recompute=("mla_up_proj",)))
 # Rules over what no setting can say: the run that breaks it, and the one that does not.
 VALUES: tuple[tuple[str, RunConfig, RunConfig], ...] = (
     ("model.activation-finite", clamped(float("inf")), clamped(7.0)),
+    ("recompute.needs-mla", RAISED, replace(RAISED, model=replace(MODEL, layers=(LATENT,)))),
     ("model.some-layers", replace(RUN, model=replace(MODEL, layers=(), predict_ahead=None)), DENSE),
 )
 

@@ -13,7 +13,8 @@ import pytest
 
 from core.check import check
 from core.check.built import not_built
-from core.config.family import Family, Preset, Size
+from core.config.family import Family, Preset, Size, find_family
+from core.config.mapping import ParallelConfig
 from core.config.override import override, parse_assignment, settings
 from core.config.run import RunConfig
 from core.config.serial import run_to_json
@@ -183,6 +184,45 @@ def test_f6_the_eight_usual_errors_of_a_layout_each_name_field_rule_and_fix_all_
     assert head == "8 settings cannot run:"
     for line, (field, rule, fix) in zip(said, LAYOUT_ERRORS, strict=True):
         assert line.strip().startswith(f"{field}: {rule}") and fix in line.split("Works: ")[1]
+
+
+# ------------------------------------------------------------------------------------------- what was shipped elsewhere
+
+
+def test_f1_a_grid_of_256_expert_ranks_on_64_gpus_is_refused_with_the_numbers_and_choices_that_work() -> None:
+    model = find_family("qwen3").size("235b_a22b").model
+    parallel = ParallelConfig(pp=8, ep=32, vpp=4)
+    train = replace(RUN.train, sequence_tokens=4096, global_batch=1024)
+    run = replace(RUN, hardware="gb200", ranks=64, model=model, parallel=parallel, train=train)
+    (fault,) = faults_of(run)
+    assert str(fault) == (
+        "--ranks=64: must be a multiple of parallel.etp*ep*pp=256. Works: 256, or parallel.ep=8, or parallel.pp=2. "
+        "[mapping.world-experts]"
+    )
+    for way in alternatives(fault):
+        assert faults_of(changed(run, way)) == (), way
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "mixtral", "qwen3"])
+def test_f1_every_set_up_on_other_numbers_of_gpus_is_refused_for_just_the_grids_that_do_not_divide(name: str) -> None:
+    family = find_family(name)
+    for preset in family.presets:
+        assert preset.size is not None
+        model, p, train = family.size(preset.size).model, preset.parallel, preset.train
+        for ranks in {preset.ranks // 2, preset.ranks, preset.ranks * 2, preset.ranks + 8} - {0}:
+            run = replace(RUN, hardware=preset.hardware, ranks=ranks, model=model, parallel=p, train=train)
+            run = replace(run, precision=preset.precision, memory=preset.memory, execution=preset.execution)
+            run = replace(run, optimizer=preset.optimizer)
+            dense, experts = p.tp * p.cp * p.pp, p.etp * p.ep * p.pp
+            fabric = find_profile(preset.hardware).fabric
+            expected = {
+                "mapping.world-attention": ranks % dense != 0,
+                "mapping.world-experts": ranks % experts != 0,
+                "train.batch-divides": ranks % dense == 0 and train.global_batch % (train.microbatch * (ranks // dense)) != 0,
+                "hardware.whole-nodes": fabric is not None and ranks > fabric.gpus_per_node and ranks % fabric.gpus_per_node != 0,
+            }  # fmt: skip
+            found = {fault.code for fault in faults_of(run)}
+            assert found == {code for code, broken in expected.items() if broken}, (preset.name, preset.hardware, ranks)
 
 
 # --------------------------------------------------------------------------------------------- what is not built yet

@@ -9,6 +9,12 @@ checkpoints.jsonl   one line a checkpoint: how long it took                 rank
 assets/         the tokenizer and other files of weights that it began with the launcher
 errors/         rank{r}.json of each rank that failed                       that rank
 logs/start{n}/  rank{r}.stdout.txt, rank{r}.stderr.txt                      the launcher
+ends/           rank{r}.json: how far the first rank of each node came       that rank
+environment.json    variables of every rank, and why                         the launcher
+events.jsonl    {"time", "event", …}: submitted, started, stopped, …         launcher, agents, scripts
+submission.json where the run was started last, and as which job            the launcher
+job.sh, job.yaml    what was submitted to a cluster, to the byte             the launcher
+stop            there while a user has asked the run to stop                 `launch stop`
 summary.json    what the report prints that no other file says             the launcher
 report.html, report/*.png                                                   the launcher
 """
@@ -17,6 +23,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -35,6 +42,11 @@ SUMMARY_FILE = "summary.json"
 ERRORS_FOLDER = "errors"
 LOGS_FOLDER = "logs"
 ASSETS_FOLDER = "assets"
+ENDS_FOLDER = "ends"
+EVENTS_FILE = "events.jsonl"
+SUBMISSION_FILE = "submission.json"
+STOP_FILE = "stop"
+ENVIRONMENT_FILE = "environment.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +71,20 @@ class RunFile:
     command: tuple[str, ...]
     versions: Mapping[str, str]
     init: Init | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submission:
+    """Where a run was started last: back end, its options as typed, and the name of the job there (a process, on this machine).
+
+    restarts: how often its workers are started again after a failure. host: the machine that it was started from.
+    """
+
+    backend: str
+    options: tuple[str, ...]
+    restarts: int
+    job: str
+    host: str
 
 
 def anywhere(address: str) -> str:
@@ -126,6 +152,46 @@ def read_assets(folder: Path) -> dict[str, bytes]:
     """The files that came with the weights, by name; none for a run that began with random ones."""
     top = folder / ASSETS_FOLDER
     return {str(path.relative_to(top)): path.read_bytes() for path in sorted(top.rglob("*")) if path.is_file()}
+
+
+def note_event(folder: Path, event: str, **details: Any) -> None:
+    """Append a line to events.jsonl. Raises RequestError where the folder cannot be written."""
+    line = json.dumps({"time": time.time(), "event": event, **details}, ensure_ascii=False) + "\n"
+    path = folder / EVENTS_FILE
+    try:
+        # one write of a line to a file that is only appended to: lines of several writers do not mix
+        with path.open("ab", buffering=0) as file:
+            file.write(line.encode())
+    except OSError as error:
+        raise RequestError(f"{path}: cannot be written ({error.strerror}).") from error
+
+
+def read_events(folder: Path) -> list[dict[str, Any]]:
+    """What happened to the run, in order; a torn line is left out."""
+    path, found = folder / EVENTS_FILE, []
+    if not path.exists():
+        return []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with suppress(ValueError, TypeError):
+            found.append(dict(json.loads(line)))
+    return found
+
+
+def write_submission(folder: Path, submission: Submission) -> None:
+    """Write submission.json."""
+    write_json(folder / SUBMISSION_FILE, asdict(submission))
+
+
+def read_submission(folder: Path) -> Submission | None:
+    """Where the run was started last; None where it never was. Raises RequestError where the file is damaged."""
+    path = folder / SUBMISSION_FILE
+    if not path.exists():
+        return None
+    data = read_json(path)
+    try:
+        return Submission(**{**data, "options": tuple(data["options"])})
+    except (KeyError, TypeError) as error:
+        raise RequestError(f"{path}: is not what a launch writes; the file is damaged.") from error
 
 
 def write_json(path: Path, data: Any) -> None:

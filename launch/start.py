@@ -7,8 +7,8 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,21 +21,30 @@ from core.check.built import not_built
 from core.config.family import find_family
 from core.config.run import RunConfig
 from core.errors import ConfigError, Fault, RequestError
-from core.training.metrics import read_metrics
-from launch.backends.protocol import Backend, Job, JobError
+from launch.again import changes, confirm, refuse_running
+from launch.backends.choose import LOCAL, PRINT, choose_backend
+from launch.backends.local import this_process
+from launch.backends.protocol import Backend, Job, JobError, Script
 from launch.describe import describe, mapping_lines, weights_lines
+from launch.ending import end_run, fail_run, last_step
 from launch.folder import (
     ASSETS_FOLDER,
+    STOP_FILE,
     SUMMARY_FILE,
     RunFile,
+    Submission,
     holds_run,
+    note_event,
     read_json,
     read_run,
+    read_submission,
     write_assets,
     write_json,
     write_run,
+    write_submission,
 )
-from launch.profiles import find_profile
+from launch.job import job_environment, make_job, write_environment, write_script
+from launch.plan.result import Plan
 from launch.request import INIT, Initial, Planned, Request, new_run, resumed_run
 
 if TYPE_CHECKING:
@@ -46,7 +55,11 @@ LIBRARIES = ("torch", "numpy", "tokenizers", "tensorstore", "zarr")
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """`launch MODEL` as typed. options: the fields of Request. init: where a new run takes its weights from."""
+    """`launch MODEL` as typed. options: the fields of Request. init: where a new run takes its weights from.
+
+    backend, cluster: where it runs, and the texts of --cluster. restarts: how often the workers are started again after a failure.
+    yes: go on with other settings than the run had, without being asked.
+    """
 
     model: str
     out: Path | None
@@ -54,6 +67,10 @@ class Start:
     dry_run: bool
     options: Mapping[str, Any]
     init: str | None = None
+    backend: str = LOCAL
+    cluster: tuple[str, ...] = ()
+    restarts: int = 0
+    yes: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,20 +101,65 @@ def start(asked: Start, backend: Backend | None = None) -> None:
         _refuse_taken(out)
         if initial is not None:
             planned, begin = _with_tokenizer(planned, initial, out)
+    backend = backend or choose_backend(asked.backend, asked.cluster)
+    variables = job_environment(planned, out if asked.resume else None)
+    job = make_job(planned.run, out, asked.restarts, variables)
     if asked.dry_run:
-        click.echo(describe(planned, out))
+        click.echo("\n".join([describe(planned, _plan(planned.run), out), *_script_lines(backend.script(job))]))
         return
     if unbuilt := not_built(planned.run):
         raise ConfigError(unbuilt)
+    backend.refuse(job)
     if begun is None:
         _refuse_used(planned.run.checkpoint.address)
-    _refuse_missing_devices(planned.run)
-    tokens = _prepare(planned.run, begun, begin.tokenizer)
+    else:
+        refuse_running(out)
+        confirm(changes(begun.run, planned.run), asked.yes)
+    # What is printed to be submitted is to stand alone.
+    aside = asked.backend == PRINT
+    tokens = _prepare(planned.run, begun, begin.tokenizer, aside)
+    job = replace(job, reads=(tokens.folder.absolute(),))
+    backend.refuse(job)
     write_assets(out, begin.assets)
     write_run(out, _run_file(planned, tokens))
+    write_environment(out, variables)
     _write_summary(out, planned.run, tokens)
-    click.echo("\n".join([f"run folder: {out}", *weights_lines(planned.init), *mapping_lines(planned.run)]))
-    _run_workers(planned.run, out, backend or _this_machine())
+    shown = [f"run folder: {out}", *weights_lines(planned.init), *mapping_lines(planned.run)]
+    click.echo("\n".join(shown), err=aside)
+    start_job(asked, planned.run, job, backend)
+
+
+def _plan(run: RunConfig) -> Plan:
+    """The plan of a run; the real modules tell, and with them torch is loaded."""
+    from launch.plan.make import make_plan
+
+    return make_plan(run)
+
+
+def resume(out: Path, options: Mapping[str, Any], *, cluster: tuple[str, ...] = (), yes: bool = False) -> None:
+    """Start the run in `out` again where and as it was started last; cluster: options of that place to run, where others are wanted.
+
+    Raises ZooError as `start` does.
+    """
+    submission = read_submission(out)
+    asked = Start(
+        model=read_run(out).run.family,
+        out=out,
+        resume=True,
+        dry_run=False,
+        options=options,
+        backend=submission.backend if submission else LOCAL,
+        cluster=cluster or (submission.options if submission else ()),
+        restarts=submission.restarts if submission else 0,
+        yes=yes,
+    )
+    start(asked)
+
+
+def _script_lines(script: Script | None) -> Iterator[str]:
+    """The script for a terminal, as it would be submitted."""
+    if script is not None:
+        yield from ("", f"script (it would be {script.name} in the run folder)", *script.text.splitlines())
 
 
 def _initial(address: str | None) -> Initial | None:
@@ -121,40 +183,54 @@ def _with_tokenizer(planned: Planned, initial: Initial, out: Path) -> tuple[Plan
     return planned, Begin(assets=initial.assets, tokenizer=tokenizer)
 
 
-def _this_machine() -> Backend:
-    from launch.backends.local import LocalBackend
+def start_job(asked: Start, run: RunConfig, job: Job, backend: Backend) -> None:
+    """Write the script and where the run is started, and start it; here, wait for it and draw the report, also where it was stopped.
 
-    return LocalBackend()
+    Raises JobError where the workers fail, RequestError where a cluster does not take the script.
+    """
+    out, script = job.out, backend.script(job)
+    (out / STOP_FILE).unlink(missing_ok=True)
+    if asked.resume:
+        note_event(out, "resumed", after_step=last_step(out))
+    if script is None:
+        _note_submission(asked, out, this_process())
+        note_event(out, "started", job=this_process(), after_step=last_step(out))
+        _wait(run, job, backend)
+        return
+    write_script(out, script)
+    outcome = backend.start(job)
+    _note_submission(asked, out, outcome.job)
+    note_event(out, outcome.ended, backend=asked.backend, job=outcome.job, script=script.name)
+    if outcome.ended == "submitted":
+        click.echo(f"submitted as job {outcome.job}; see: {shlex.join(['launch', 'status', str(out)])}")
 
 
-def _run_workers(run: RunConfig, out: Path, backend: Backend) -> None:
-    """Start the workers, then draw the report, also of a run that was interrupted."""
-    from launch.report import write_report
+def _note_submission(asked: Start, out: Path, job: str) -> None:
+    submission = Submission(
+        backend=asked.backend,
+        options=tuple(asked.cluster),
+        restarts=asked.restarts,
+        job=job,
+        host=platform.node(),
+    )
+    write_submission(out, submission)
 
-    begun = time.monotonic()
+
+def _wait(run: RunConfig, job: Job, backend: Backend) -> None:
+    """Run the workers of a job here."""
+    out, begun = job.out, time.monotonic()
     try:
-        outcome = backend.start(Job(ranks=run.ranks, out=out))
+        outcome = backend.start(job)
     except JobError as error:
-        # What made the job fail may keep the summary from being written too, and must not be hidden behind that.
-        with suppress(RequestError):
-            _note_end(out, "failed", time.monotonic() - begun)
+        fail_run(out, time.monotonic() - begun, str(error))
         raise JobError(f"{error}\n{_how_to_go_on(run, out)}", exit_code=error.exit_code) from error
-    _note_end(out, outcome.ended, time.monotonic() - begun)
-    page = write_report(out)
+    page = end_run(out, outcome.ended, time.monotonic() - begun)
     if outcome.ended == "finished":
         click.echo(f"report: {page}")
         return
-    measured = read_metrics(out)
-    step = measured[-1]["step"] if measured else 0
+    step = last_step(out)
     at = f"stopped at step {step}, checkpoint saved" if step else "stopped before the first step"
     click.echo(f"{at}; {_how_to_go_on(run, out)}")
-
-
-def _note_end(out: Path, ended: str, seconds: float) -> None:
-    """Add to summary.json how this start ended and how long it took."""
-    summary = read_json(out / SUMMARY_FILE)
-    total = summary.get("seconds", 0.0) + seconds
-    write_json(out / SUMMARY_FILE, {**summary, "seconds": total, "ended": ended})
 
 
 def _how_to_go_on(run: RunConfig, out: Path) -> str:
@@ -208,28 +284,15 @@ def _refuse_used(address: str | None) -> None:
         )
 
 
-def _refuse_missing_devices(run: RunConfig) -> None:
-    """Every rank of a GPU run needs a device of its own."""
-    if find_profile(run.hardware).device != "cuda":
-        return
-    import torch
-
-    there = torch.cuda.device_count()
-    if there < run.ranks:
-        rule = f"each rank needs a CUDA device, and torch sees {there} here"
-        works = f"1 to {there}" if there else "--hw cpu"
-        raise ConfigError([Fault(setting="--ranks", value=run.ranks, rule=rule, works=works)])
-
-
-def _prepare(run: RunConfig, begun: RunFile | None, tokenizer: bytes | None) -> TokenFiles:
+def _prepare(run: RunConfig, begun: RunFile | None, tokenizer: bytes | None, aside: bool) -> TokenFiles:
     """The token files, made or found in the cache; for a resumed run the very same ones. Raises DataError, RequestError.
 
     tokenizer: what will be in run.data.tokenizer, None where it is there already: before the data is known to be good, the run has
-    no folder.
+    no folder. aside: standard output is for something else.
     """
     from core.data.tokens import cached
 
-    with TemporaryDirectory() as folder, _status("reading and tokenising the data (once; cached afterwards)"):
+    with TemporaryDirectory() as folder, _status("reading and tokenising the data (once; cached afterwards)", aside):
         path = run.data.tokenizer
         if tokenizer is not None:
             path = str(Path(folder) / "tokenizer.json")
@@ -268,10 +331,10 @@ def cache_folder() -> Path:
     return (Path(root) if root else Path.home() / ".cache") / "moe-zoo" / "tokens"
 
 
-def _status(text: str) -> AbstractContextManager[Any]:
+def _status(text: str, aside: bool) -> AbstractContextManager[Any]:
     """A spinner on a terminal, a line elsewhere."""
-    if not sys.stdout.isatty():
-        click.echo(text)
+    if aside or not sys.stdout.isatty():
+        click.echo(text, err=aside)
         return nullcontext()
     from rich.console import Console
 

@@ -51,7 +51,16 @@ from core.training.loop import Hooks, Progress, Trainer
 from core.training.metrics import MetricsWriter, SaveMetrics, StepMetrics
 from core.training.peak import measure_matmul_rate
 from core.transformer.stage import Stage, build_model
-from launch.folder import ERRORS_FOLDER, SAMPLES_FILE, RunFile, read_assets, read_json, read_run, write_json
+from launch.folder import (
+    ENDS_FOLDER,
+    ERRORS_FOLDER,
+    SAMPLES_FILE,
+    RunFile,
+    read_assets,
+    read_json,
+    read_run,
+    write_json,
+)
 from launch.initial import load_initial
 from launch.profiles import find_profile
 from launch.progress import ProgressLine
@@ -62,7 +71,7 @@ PR_SET_PDEATHSIG = 1
 
 @dataclass(kw_only=True)
 class StopFlag:
-    """Set by SIGTERM or SIGINT; the loop looks at it between steps."""
+    """Set by SIGTERM, SIGINT or SIGUSR1; the loop looks at it between steps."""
 
     raised: bool = False
 
@@ -75,7 +84,7 @@ def main() -> None:
     """Run one rank; a failure is written to errors/rank{r}.json for the launcher to show, and ends with exit code 1 or 2."""
     out, rank = Path(sys.argv[1]), int(os.environ.get("RANK", "0"))
     flag = StopFlag()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, flag.note)
     _end_with_the_launcher()
     try:
@@ -143,8 +152,15 @@ def train(out: Path, flag: StopFlag) -> None:
         if recorder is not None:
             recorder.end(saver.finished())
     optimizer.wait_all()
+    _note_end(out, end.step, run.train.steps)
     if end.step >= run.train.steps:
         sampler.take("after")
+
+
+def _note_end(out: Path, step: int, steps: int) -> None:
+    """Tell this node's launcher how far the run came: it may have been stopped by what only another node was told."""
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        write_json(out / ENDS_FOLDER / f"rank{os.environ.get('RANK', '0')}.json", {"step": step, "steps": steps})
 
 
 def sample(run: Path, prompt: str, tokens: int, temperature: float, seed: int) -> str:
@@ -277,7 +293,8 @@ def _groups(run: RunConfig) -> Groups:
 def _model(out: Path, file: RunFile, groups: Groups, device: torch.device) -> Stage:
     """The model with its first weights: random ones, or those that the run was told to begin with, unless it has a checkpoint since."""
     run = file.run
-    model = build_model(run.model, groups=groups, parallel=run.parallel, dtype=_dtype(run), device=device)
+    mapping, dtype = run.parallel, _dtype(run)
+    model = build_model(run.model, groups=groups, parallel=mapping, memory=run.memory, dtype=dtype, device=device)
     # Before there is an optimizer: that keeps a copy in higher precision, or spreads the parameters.
     if file.init is not None and latest(checkpoints_of(out, run)) is None:
         load_initial(file.init, model, groups)

@@ -47,10 +47,13 @@ def remove_error_files(out: Path) -> None:
         path.unlink()
 
 
-def find_failures(out: Path, deaths: Iterable[Death]) -> tuple[Failure, ...]:
-    """Every rank that failed, the first cause first; those that were only ended because another failed come last."""
+def find_failures(out: Path, deaths: Iterable[Death], since: float = 0.0) -> tuple[Failure, ...]:
+    """Every rank that failed, the first cause first; those that were only ended because another failed come last.
+
+    since: what was written before is of an earlier start of the workers, and passed over.
+    """
     by_rank = {death.rank: death for death in deaths if death.code != 0}
-    said = _read_errors(out)
+    said = {rank: words for rank, words in _read_errors(out).items() if float(words.get("time", 0.0)) >= since}
     found = []
     for rank in sorted(by_rank.keys() | said.keys()):
         death, words = by_rank.get(rank), said.get(rank)
@@ -59,7 +62,9 @@ def find_failures(out: Path, deaths: Iterable[Death]) -> tuple[Failure, ...]:
             found.append(_from_words(rank, code, words))
         elif death:
             time = death.seen - NOTICED_LATE_SECONDS
-            found.append(Failure(rank=rank, time=time, code=code, ours=death.ours or code == -signal.SIGTERM))
+            found.append(
+                Failure(rank=rank, time=time, code=code, ours=death.ours or -code in (signal.SIGTERM, signal.SIGUSR1))
+            )
     return tuple(sorted(found, key=lambda failure: (failure.ours, failure.time)))
 
 

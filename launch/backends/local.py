@@ -1,230 +1,313 @@
-"""Runs a job on this machine: one process a rank, under torchrun's own elastic agent in this process.
+"""Runs a job's workers on this machine: one process a rank, under torchrun's own elastic agent in this process.
+
+Alone, or as one of the nodes of a cluster, whose agents meet at an address and start together.
 
 Signals. Workers are in sessions of their own, so that a Ctrl-C in the terminal reaches the launcher alone. The first SIGINT,
-SIGTERM or SIGHUP is handed to the workers as one SIGTERM, and they are given all the time they need to save and to end by
+SIGTERM, SIGHUP or SIGUSR1 is handed to the workers as one SIGTERM, and they are given all the time they need to save and to end by
 themselves; a second one kills them. The agent's own handlers, which would end the workers after a fixed time, are not used.
 
 Crashes. When a rank fails, the agent asks the others to end. They may wait in a collective for the dead one, so what is left
-after a few seconds is killed.
+after a few seconds is killed. Where restarts are left, all are started again and go on from the last checkpoint.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import logging
 import os
 import signal
 import sys
-import threading
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import click
 
 import launch
-from launch.backends.failures import Death, find_failures, job_error, remove_error_files
-from launch.backends.protocol import Job, JobError, Outcome
-from launch.folder import LOGS_FOLDER
+from core.errors import ConfigError, Fault
+from launch.backends.failures import find_failures, job_error, remove_error_files
+from launch.backends.protocol import Job, JobError, Outcome, Script, State
+from launch.backends.watch import Watch
+from launch.folder import ENDS_FOLDER, LOGS_FOLDER, note_event
 
 WORKER_MODULE = "launch.worker"
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # How long the others get to notice that a rank is gone and to write their own error down.
 GRACE_SECONDS = 5.0
-WATCH_SECONDS = 0.05
+# Nodes of a large job start minutes apart.
+MEETING_SECONDS = 1200
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """One of the nodes of a job: its number, how many there are, and HOST:PORT on the first where their agents meet."""
+
+    number: int = 0
+    nodes: int = 1
+    meeting: str = "localhost:0"
+
+
+class StopAskedError(Exception):
+    """The user asked to stop while no worker was running."""
 
 
 class LocalBackend:
-    """Starts the ranks of a job as `python -m <worker_module> <out>` on this machine."""
+    """Starts the ranks of a job, or one node's share of them, as `python -m <worker_module> <out>` on this machine.
 
-    def __init__(self, worker_module: str = WORKER_MODULE, grace_seconds: float = GRACE_SECONDS) -> None:
+    terminal: whether rank 0 keeps it for what it prints. patient: whether a second signal kills nothing.
+    """
+
+    def __init__(
+        self,
+        worker_module: str = WORKER_MODULE,
+        grace_seconds: float = GRACE_SECONDS,
+        *,
+        node: Node | None = None,
+        terminal: bool = True,
+        patient: bool = False,
+    ) -> None:
         self._worker_module = worker_module
         self._grace_seconds = grace_seconds
+        self._node = node or Node()
+        self._terminal = terminal
+        self._patient = patient
+
+    def refuse(self, job: Job) -> None:
+        """Raises ConfigError where the ranks need more GPUs than there are here."""
+        if job.cuda:
+            _refuse_missing_devices(job.ranks)
+
+    def script(self, job: Job) -> Script | None:
+        """Nothing is submitted."""
+        return None
 
     def start(self, job: Job) -> Outcome:
         """Start the workers and wait for all of them; to be called in the main thread, which receives the signals.
 
-        Rank 0 keeps the terminal for what it prints; everything else goes to `logs/start{n}/`.
-        Raises JobError where a rank fails or the workers had to be killed.
+        Rank 0 keeps the terminal for what it prints; everything else goes to `logs/start{n}/`, where each start after a failure has its
+        own. Raises JobError where a rank fails with no restart left, or the workers had to be killed.
         """
         remove_error_files(job.out)
-        logs = _new_log_folder(job.out)
-        watch = Watch(self._grace_seconds)
-        with _environment(_worker_environment(job.ranks)), _quiet_agent():
-            result = watch.run(self._agent(job, logs))
+        watch = Watch(self._grace_seconds, patient=self._patient)
+        starts = Starts(job, self._node, watch)
+        with _environment(_worker_environment(job, self._node)), _quiet_agent():
+            try:
+                result = watch.run(self._agent(job, starts))
+            except StopAskedError:
+                return Outcome(ended="stopped")
         codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
-        failures = find_failures(job.out, watch.deaths(codes))
+        deaths = watch.deaths(codes)
+        failures = find_failures(job.out, deaths, since=starts.begun)
         if watch.killed_by_user:
             raise JobError("killed by a second interrupt; what was not saved before is lost")
         if not result.is_failed():
-            return Outcome(ended="stopped" if watch.stop_asked else "finished")
-        if watch.stop_asked and failures and failures[0].code == -signal.SIGTERM and failures[0].message is None:
+            return Outcome(ended=_ended(job, self._node, watch))
+        first = next((death for death in deaths if death.code), None)
+        if watch.stop_asked and first and -first.code in (signal.SIGTERM, signal.SIGUSR1):
             # the signal came before the workers were ready to save: nothing has been trained in this start
             return Outcome(ended="stopped")
-        raise job_error(failures, logs) if failures else JobError(f"the workers failed; their logs: {logs}")
+        raise job_error(failures, starts.logs) if failures else JobError(f"the workers failed; logs: {starts.logs}")
 
-    def _agent(self, job: Job, logs: Path) -> Any:
+    def state(self, job: str) -> State:
+        """Whether the launcher of that name (`this_process`) still runs here."""
+        runs = _name(job.partition("@")[0]) == job
+        return State(where="running" if runs else "gone", words="running" if runs else "ended")
+
+    def stop(self, job: str) -> None:
+        """Ask the launcher of that name to stop."""
+        if self.state(job).where == "running":
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(job.partition("@")[0]), signal.SIGTERM)
+
+    def _agent(self, job: Job, starts: Starts) -> Any:
         """torchrun's agent for the job. torch is imported here, when a job is started and not before."""
         from torch.distributed.elastic.agent.server.api import WorkerSpec
         from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
         from torch.distributed.elastic.rendezvous import RendezvousParameters
         from torch.distributed.elastic.rendezvous import registry as rendezvous
 
+        node = self._node
+        address = "localhost" if node.nodes == 1 else None
         parameters = RendezvousParameters(
             backend="c10d",
-            endpoint="localhost:0",
-            run_id=uuid.uuid4().hex,
-            min_nodes=1,
-            max_nodes=1,
-            local_addr="localhost",
+            endpoint=node.meeting,
+            run_id=uuid.uuid4().hex if node.nodes == 1 else "run",
+            min_nodes=node.nodes,
+            max_nodes=node.nodes,
+            local_addr=address,
+            # whose names are those of a cluster need not be the machines' own
+            is_host=node.number == 0,
+            read_timeout=MEETING_SECONDS,
+            join_timeout=MEETING_SECONDS,
         )
+        starts.meet(rendezvous.get_rendezvous_handler(parameters))
         spec = WorkerSpec(
             role="worker",
-            local_world_size=job.ranks,
-            rdzv_handler=rendezvous.get_rendezvous_handler(parameters),
+            local_world_size=job.ranks // node.nodes,
+            rdzv_handler=starts,  # type: ignore[arg-type]
             entrypoint=sys.executable,
             args=("-P", "-u", "-m", self._worker_module, str(job.out)),
-            max_restarts=0,
+            max_restarts=job.restarts,
             monitor_interval=0.1,
-            local_addr="localhost",
+            local_addr=address,
         )
-        return LocalElasticAgent(spec, logs_specs=LogFiles(logs), start_method="spawn")  # type: ignore[arg-type]
+        logs = LogFiles(starts, terminal=self._terminal)
+        return LocalElasticAgent(spec, logs_specs=logs, start_method="spawn")  # type: ignore[arg-type]
 
 
-class Watch:
-    """Sees each worker's death as it happens, hands signals on, and kills what outlives a failure.
+class Starts:
+    """torchrun's rendezvous, which every start of the workers goes through: the first, and one after every failure.
 
-    Signal handlers only take notes; a thread acts on them, because a handler may run in the middle of starting a worker.
+    Beside what it does, it numbers ranks by the nodes' numbers (torch would sort host names, in which 10 comes before 2), and gives every
+    start a folder of logs, the same on all nodes.
     """
 
-    def __init__(self, grace_seconds: float) -> None:
-        self._pids: Callable[[], dict[int, int]] = dict
-        self._grace_seconds = grace_seconds
-        self._seen: dict[int, Death] = {}
-        self._unknown: dict[int, float] = {}
-        self._killed: set[int] = set()
-        self._signals = 0
-        self._told = 0
-        self._over = threading.Event()
+    def __init__(self, job: Job, node: Node, watch: Watch) -> None:
+        self._job, self._node, self._watch = job, node, watch
+        self._handler: Any = None
+        self._count = 0
+        self.begun = 0.0
+        self.logs = Path()
+
+    def meet(self, handler: Any) -> None:
+        """Let `handler`, torch's own, do the work."""
+        self._handler = handler
+
+    def next_rendezvous(self) -> Any:
+        """Wait for all nodes. Raises StopAskedError where the user has asked to stop after the workers had failed."""
+        from torch.distributed.elastic.rendezvous.api import RendezvousInfo
+
+        if self._count:
+            self._tell_failure()
+            if self._watch.stop_asked:
+                raise StopAskedError
+        self._count += 1
+        self._watch.forget()
+        _first_end(self._job, self._node).unlink(missing_ok=True)
+        found = self._handler.next_rendezvous()
+        self.logs = self._log_folder(found.store)
+        self.begun = time.time()
+        return RendezvousInfo(found.store, self._node.number, found.world_size, found.bootstrap_store_info)
+
+    def _tell_failure(self) -> None:
+        """What ended the start before, for the terminal and events.jsonl."""
+        failures = find_failures(self._job.out, self._watch.deaths({}), since=self.begun)
+        said = str(job_error(failures, self.logs)) if failures else "workers of another node failed"
+        click.echo(f"{said}\nstarting again from the last checkpoint (restart {self._count})", err=True)
+        remove_error_files(self._job.out)
+        if self._node.number == 0:
+            note_event(self._job.out, "restarted", restart=self._count, because=said.splitlines()[0])
+
+    def _log_folder(self, store: Any) -> Path:
+        """`logs/start{n}`: every start of a run keeps its own. The first node says the number."""
+        if self._node.number == 0:
+            folder = _new_log_folder(self._job.out)
+            store.set("logs", folder.name)
+            return folder
+        return self._job.out / LOGS_FOLDER / str(store.get("logs").decode())
 
     @property
-    def stop_asked(self) -> bool:
-        """Whether the user asked to stop."""
-        return self._signals > 0
+    def use_agent_store(self) -> bool:
+        """As torch has it."""
+        return bool(self._handler.use_agent_store)
 
-    @property
-    def killed_by_user(self) -> bool:
-        """Whether workers were killed because the user asked a second time."""
-        return self._told > 1
+    def get_backend(self) -> str:
+        """As torch has it."""
+        return str(self._handler.get_backend())
 
-    def deaths(self, codes: dict[int, int]) -> tuple[Death, ...]:
-        """Every death seen, in order; `codes` (of the agent) fill in those that it saw before us."""
-        late = (Death(rank=r, code=codes.get(r, 0), seen=t) for r, t in self._unknown.items() if r not in self._seen)
-        missed = (
-            Death(rank=rank, code=code, seen=time.time())
-            for rank, code in codes.items()
-            if rank not in self._seen and rank not in self._unknown
-        )
-        return tuple(sorted((*self._seen.values(), *late, *missed), key=lambda death: death.seen))
+    def get_run_id(self) -> str:
+        """As torch has it."""
+        return str(self._handler.get_run_id())
 
-    def run(self, agent: Any) -> Any:
-        """Run the agent to its end, handlers and thread in place; the handlers of before afterwards."""
-        before = {number: signal.signal(number, self._note_signal) for number in STOP_SIGNALS}
-        before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, self._note_child)
-        before[signal.SIGQUIT] = signal.getsignal(signal.SIGQUIT)
-        self._pids = partial(_pids, agent)
-        thread = threading.Thread(target=self._act, name="watch", daemon=True)
-        thread.start()
-        try:
-            return agent.run()
-        finally:
-            self._over.set()
-            thread.join()
-            for number, handler in before.items():
-                signal.signal(number, handler)
-            self._pids = dict
+    def is_closed(self) -> bool:
+        """As torch has it."""
+        return bool(self._handler.is_closed())
 
-    def _note_signal(self, number: int, frame: FrameType | None) -> None:
-        self._signals += 1
+    def set_closed(self) -> None:
+        """As torch has it."""
+        self._handler.set_closed()
 
-    def _note_child(self, number: int, frame: FrameType | None) -> None:
-        self._look()
+    def num_nodes_waiting(self) -> int:
+        """As torch has it."""
+        return int(self._handler.num_nodes_waiting())
 
-    def _look(self) -> None:
-        """Note who died, and leave reaping to the agent."""
-        for rank, pid in self._pids().items():
-            if rank in self._seen or rank in self._unknown:
-                continue
-            try:
-                ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            except ChildProcessError:
-                # the agent has reaped it already and knows the code
-                self._unknown[rank] = time.time()
-                continue
-            if ended is not None:
-                code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-                self._seen[rank] = Death(rank=rank, code=code, seen=time.time(), ours=rank in self._killed)
-
-    def _act(self) -> None:
-        while not self._over.wait(WATCH_SECONDS):
-            self._look()
-            pids = self._pids()
-            if self._signals > self._told and pids:
-                self._told += 1
-                if self._told == 1:
-                    click.echo("stopping: the workers save a checkpoint first (once more kills them)", err=True)
-                self._send(pids, signal.SIGTERM if self._told == 1 else signal.SIGKILL)
-            failed = [death.seen for death in self._seen.values() if death.code != 0]
-            if failed and time.time() - min(failed) > self._grace_seconds:
-                self._send(pids, signal.SIGKILL)
-
-    def _send(self, pids: dict[int, int], number: signal.Signals) -> None:
-        for rank, pid in pids.items():
-            if rank in self._seen or rank in self._unknown or rank in self._killed:
-                continue
-            if number == signal.SIGKILL:
-                self._killed.add(rank)
-            with contextlib.suppress(ProcessLookupError):
-                # a worker leads its own process group
-                os.killpg(pid, number) if number == signal.SIGKILL else os.kill(pid, number)
+    def shutdown(self) -> bool:
+        """As torch has it."""
+        return bool(self._handler.shutdown())
 
 
 class LogFiles:
-    """Rank 0's standard output stays on the terminal; all other output goes to one file a rank and stream.
+    """All output goes to one file a rank and stream; where there is a terminal, what rank 0 prints stays on it.
 
     Has what the agent uses of torch's LogsSpecs, without its base class, which would need torch to load.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, starts: Starts, *, terminal: bool) -> None:
+        self._starts = starts
+        self._terminal = terminal
 
     @property
     def root_log_dir(self) -> str:
         """The folder of the files."""
-        return str(self._folder)
+        return str(self._starts.logs)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> Any:
-        """The files of every rank; an empty name is the terminal."""
+        """The files of every rank of this node; an empty name is the terminal."""
         from torch.distributed.elastic.multiprocessing import LogsDest
 
-        paths = {rank: self._folder / f"rank{rank}" for rank in envs}
+        ranks = {local: int(env["RANK"]) for local, env in envs.items()}
+        paths = {local: self._starts.logs / f"rank{rank}" for local, rank in ranks.items()}
+        shown = {local for local, rank in ranks.items() if rank == 0 and self._terminal}
         return LogsDest(
-            stdouts={rank: f"{path}.stdout.txt" if rank else "" for rank, path in paths.items()},
-            stderrs={rank: f"{path}.stderr.txt" for rank, path in paths.items()},
-            error_files={rank: f"{path}.agent.json" for rank, path in paths.items()},
+            stdouts={local: "" if local in shown else f"{path}.stdout.txt" for local, path in paths.items()},
+            stderrs={local: f"{path}.stderr.txt" for local, path in paths.items()},
+            error_files={local: f"{path}.agent.json" for local, path in paths.items()},
         )
 
 
-def _pids(agent: Any) -> dict[int, int]:
-    """The process of each rank, as far as they are started."""
-    workers = agent.get_worker_group().workers
-    return {worker.global_rank: worker.id for worker in workers if isinstance(worker.id, int)}
+def _first_end(job: Job, node: Node) -> Path:
+    """Where this node's first rank writes how far it came."""
+    return job.out / ENDS_FOLDER / f"rank{node.number * (job.ranks // node.nodes)}.json"
+
+
+def _ended(job: Job, node: Node, watch: Watch) -> Any:
+    """Whether the run came to its last step; a stop that another node was asked for ends the workers here too."""
+    try:
+        end = json.loads(_first_end(job, node).read_text(encoding="utf-8"))
+        return "finished" if end["step"] >= end["steps"] else "stopped"
+    except (OSError, ValueError, KeyError):
+        return "stopped" if watch.stop_asked else "finished"
+
+
+def this_process() -> str:
+    """A name of this process that no other has, later ones with its number included: the number, and when it began."""
+    return _name(str(os.getpid()))
+
+
+def _name(pid: str) -> str:
+    """The name of the process with that number; empty where there is none, or where it has ended."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+    except OSError:
+        return ""
+    # the name of the program, in brackets, may hold anything; the state and, 19 fields on, the begin follow it
+    state, *fields = stat.rpartition(")")[2].split()
+    return "" if state == "Z" else f"{pid}@{fields[18]}"
+
+
+def _refuse_missing_devices(ranks: int) -> None:
+    import torch
+
+    there = torch.cuda.device_count()
+    if there < ranks:
+        rule = f"each rank needs a CUDA device, and torch sees {there} here"
+        works = f"1 to {there}" if there else "--hw cpu"
+        raise ConfigError([Fault(setting="--ranks", value=ranks, rule=rule, works=works)])
 
 
 def _new_log_folder(out: Path) -> Path:
@@ -235,14 +318,18 @@ def _new_log_folder(out: Path) -> Path:
     return folder
 
 
-def _worker_environment(ranks: int) -> dict[str, str]:
+def _worker_environment(job: Job, node: Node) -> dict[str, str]:
     """What the workers inherit: their share of the cores, and a path that finds this very package from any folder."""
     cores = len(os.sched_getaffinity(0))
     package_root = str(Path(launch.__file__).resolve().parents[1])
     path = os.environ.get("PYTHONPATH")
+    ours = {
+        "OMP_NUM_THREADS": str(max(1, cores * node.nodes // job.ranks)),
+        **{name: value for name, value, _ in job.environment},
+    }
     return {
         # a value that the user has set wins
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // ranks))),
+        **{name: os.environ.get(name, value) for name, value in ours.items()},
         "PYTHONPATH": f"{package_root}{os.pathsep}{path}" if path else package_root,
         # the agent must install a handler for something; stopping is ours
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT",

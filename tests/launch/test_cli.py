@@ -15,7 +15,7 @@ from core.parallel.groups import one_rank
 from core.state.box import whole
 from core.state.sharded import ShardedTensor
 from core.training.metrics import MetricsWriter, StepMetrics
-from launch.backends.protocol import Job, JobError, Outcome
+from launch.backends.protocol import Job, JobError, Outcome, State
 from launch.cli import main
 from launch.folder import read_run
 from launch.start import Start, start
@@ -106,6 +106,15 @@ class FakeBackend:
     def __init__(self, steps: int, ended: str = "finished") -> None:
         self.steps, self.ended, self.jobs = steps, ended, list[Job]()
 
+    def refuse(self, job: Job) -> None: ...
+
+    def script(self, job: Job) -> None: ...
+
+    def state(self, job: str) -> State:
+        raise AssertionError("nobody asks")
+
+    def stop(self, job: str) -> None: ...
+
     def start(self, job: Job) -> Outcome:
         self.jobs.append(job)
         with MetricsWriter(job.out, resume_from_step=0) as writer:
@@ -131,7 +140,9 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def asked(out: Path | None, *, resume: bool = False, **options: object) -> Start:
     plain = dict.fromkeys(("size", "hardware", "ranks", "steps", "seed", "data", "dtype"))
-    return Start(model="mixtral", out=out, resume=resume, dry_run=False, options={**plain, "settings": (), **options})
+    return Start(
+        model="mixtral", out=out, resume=resume, dry_run=False, yes=True, options={**plain, "settings": (), **options}
+    )
 
 
 def test_a_launch_prepares_writes_the_run_starts_it_and_draws_the_report(
@@ -224,7 +235,7 @@ def test_a_gpu_run_without_devices_is_refused_before_anything_starts(
     assert not (tmp_path / "run").exists()
 
 
-class LosesTheFolder:
+class LosesTheFolder(FakeBackend):
     """A job that fails because its folder went away."""
 
     def start(self, job: Job) -> Outcome:
@@ -235,5 +246,5 @@ class LosesTheFolder:
 
 def test_a_summary_that_cannot_be_written_does_not_hide_why_the_job_failed(corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(JobError, match="the folder is gone") as caught:
-        start(asked(tmp_path / "run", data=str(corpus)), LosesTheFolder())
+        start(asked(tmp_path / "run", data=str(corpus)), LosesTheFolder(0))
     assert caught.value.exit_code == 1

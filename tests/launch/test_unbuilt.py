@@ -1,0 +1,23 @@
+"""A job that asks for what cannot run yet is refused at its start, before anything is written, with all of it at once."""
+
+from pathlib import Path
+
+import pytest
+
+from launch.cli import main
+
+
+def test_a_job_that_asks_for_what_is_not_built_starts_nothing_and_says_every_setting(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    settings = ("precision.moments=bfloat16", "precision.recipe=fp8_current", "memory.optimizer_offload=0.5")
+    with pytest.raises(SystemExit) as end:
+        main(["mixtral", "--hw", "cpu", *(word for text in settings for word in ("--set", text))])
+    err = capsys.readouterr().err
+    assert end.value.code == 2
+    assert err.startswith("3 settings cannot run:")
+    for text in settings:
+        assert f"{text}: can be planned and priced, and cannot run yet. Works: " in err
+    assert list(tmp_path.iterdir()) == []

@@ -226,10 +226,7 @@ def schedule(model: str, microbatches: int | None, costs: str, out: Path | None,
 
 @cli.command()
 @click.argument("model", required=False)
-@click.option("--size", help="Size of the model (see `launch list`).")
-@click.option("--hw", "hardware", metavar="NAME", help="Hardware; without it and a model, the machine at hand.")
-@click.option("--ranks", type=int, metavar="N", help="Number of worker processes.")
-@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Change one setting, as in launch MODEL.")
+@with_setup
 @click.option("--import", "imports", is_flag=True, help="Import torch and the packages too, which takes a while.")
 def doctor(model: str | None, imports: bool, **request: Any) -> None:
     """Check this machine against what MODEL, or a kind of hardware, needs: devices, driver, packages, limits, folders.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from core.check.built import not_built
 from core.config.counts import Counts, count_parameters
@@ -13,6 +15,7 @@ from core.config.family import Family, Published
 from core.config.mapping import ParallelConfig
 from core.config.override import settings
 from core.config.run import RunConfig
+from core.config.serial import run_to_json
 from core.parallel.mesh import Folding, Mesh, fold
 from core.pipeline.layout import Layout, Part, layout_of, layout_text
 from launch.choice import DEFAULT_PRESET
@@ -45,6 +48,21 @@ def describe(planned: Planned, plan: Plan, out: Path | None = None) -> str:
             *_block("settings (and where each comes from)", _settings(planned)),
         ]
     )
+
+
+def plan_to_json(planned: Planned, plan: Plan) -> dict[str, Any]:
+    """Everything that is known of a run before it starts, as plain values: sizes in bytes, times in seconds."""
+    counts = count_parameters(planned.run.model)
+    return {
+        "run": run_to_json(planned.run),
+        "origins": dict(planned.origins),
+        "parameters": asdict(counts),
+        "environment": [asdict(variable) for variable in variables_of(planned)],
+        "cannot_start": [str(fault) for fault in not_built(planned.run)],
+        "worst_rank": plan.worst_rank.rank,
+        "headroom": plan.headroom,
+        "plan": asdict(plan),
+    }
 
 
 def head_lines(planned: Planned, out: Path | None) -> Iterator[str]:

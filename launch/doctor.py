@@ -136,8 +136,7 @@ def _torch(probe: Probe, on_gpus: bool) -> Iterator[Finding]:
     version, cuda = torch_build(probe)
     build = "" if version is None else f", built for CUDA {_dotted(cuda)}" if cuda else ", built for CPUs"
     fits = version is not None and _numbers(version) >= TORCH and (cuda is not None or not on_gpus)
-    index = "cu130" if on_gpus else "cpu"
-    fix = f"`pip install 'torch>=2.10' --index-url https://download.pytorch.org/whl/{index}`"
+    fix = f"install its build for {'CUDA 13' if on_gpus else 'CPUs'}, as pytorch.org tells"
     needed = f"{_dotted(TORCH)} or newer{', built for CUDA' if on_gpus else ''}"
     yield found("torch", f"{_shown(version)}{build}", needed, "ok" if fits else "missing", fix)
     if on_gpus and cuda is not None:

@@ -144,7 +144,7 @@ def _cuda(
         capability = gpus[0].capability()
         first = FIRST_CUDA.get(capability[0]) if capability else None
         if first is not None:
-            fix = "`pip install torch --index-url https://download.pytorch.org/whl/cu130`"
+            fix = "install torch's build for CUDA 13, as pytorch.org tells"
             enough = torch_cuda >= first
             yield found("torch's CUDA", _version(torch_cuda), f"{_version(first)} or newer for these GPUs", "ok" if enough else "missing", fix)  # fmt: skip
     else:

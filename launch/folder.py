@@ -1,6 +1,7 @@
 """What a run's folder holds and where: the one contract between the launcher, the workers and the report.
 
 run.json        the run, the prepared data, the command, the versions       written by the launcher before any worker
+plan.json       what was planned: `launch plan --json` of the last start     the launcher
 metrics.jsonl   one line a step                                             rank 0
 tensorboard/    the same numbers                                            rank 0
 samples.json    {"prompt", "before", "after"}                               rank 0
@@ -37,6 +38,7 @@ from core.errors import RequestError
 
 FORMAT = 1
 RUN_FILE = "run.json"
+PLAN_FILE = "plan.json"
 SAMPLES_FILE = "samples.json"
 SUMMARY_FILE = "summary.json"
 ERRORS_FOLDER = "errors"

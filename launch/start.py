@@ -25,10 +25,11 @@ from launch.again import changes, confirm, refuse_running
 from launch.backends.choose import LOCAL, PRINT, choose_backend
 from launch.backends.local import this_process
 from launch.backends.protocol import Backend, Job, JobError, Script
-from launch.describe import describe, mapping_lines, weights_lines
+from launch.describe import describe, head_lines, plan_to_json
 from launch.ending import end_run, fail_run, last_step
 from launch.folder import (
     ASSETS_FOLDER,
+    PLAN_FILE,
     STOP_FILE,
     SUMMARY_FILE,
     RunFile,
@@ -45,6 +46,7 @@ from launch.folder import (
 )
 from launch.job import job_environment, make_job, write_environment, write_script
 from launch.plan.result import Plan
+from launch.plan.text import plan_lines
 from launch.request import INIT, Initial, Planned, Request, new_run, resumed_run
 
 if TYPE_CHECKING:
@@ -117,15 +119,17 @@ def start(asked: Start, backend: Backend | None = None) -> None:
         confirm(changes(begun.run, planned.run), asked.yes)
     # What is printed to be submitted is to stand alone.
     aside = asked.backend == PRINT
+    plan = _plan(planned.run)
+    click.echo("\n".join([*head_lines(planned, out), "", *plan_lines(planned.run, plan)]), err=aside)
     tokens = _prepare(planned.run, begun, begin.tokenizer, aside)
     job = replace(job, reads=(tokens.folder.absolute(),))
     backend.refuse(job)
     write_assets(out, begin.assets)
     write_run(out, _run_file(planned, tokens))
+    write_json(out / PLAN_FILE, plan_to_json(planned, plan))
     write_environment(out, variables)
     _write_summary(out, planned.run, tokens)
-    shown = [f"run folder: {out}", *weights_lines(planned.init), *mapping_lines(planned.run)]
-    click.echo("\n".join(shown), err=aside)
+    click.echo(f"run folder: {out}", err=aside)
     start_job(asked, planned.run, job, backend)
 
 

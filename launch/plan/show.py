@@ -5,17 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import click
 
-from core.check.built import not_built
-from core.config.counts import count_parameters
 from core.config.family import find_family
-from core.config.serial import run_to_json
-from launch.describe import describe, variables_of
+from launch.describe import describe, plan_to_json
 from launch.explain import explain
-from launch.plan.result import Plan
 from launch.request import Planned, Request, new_run
 
 
@@ -51,21 +46,6 @@ def show_plan(model: str, request: Request, wanted: Wanted) -> None:
     click.echo(describe(planned, plan))
     if wanted.page is not None:
         click.echo(f"page: {wanted.page}")
-
-
-def plan_to_json(planned: Planned, plan: Plan) -> dict[str, Any]:
-    """Everything that is known of a run before it starts, as plain values: sizes in bytes, times in seconds."""
-    counts = count_parameters(planned.run.model)
-    return {
-        "run": run_to_json(planned.run),
-        "origins": dict(planned.origins),
-        "parameters": asdict(counts),
-        "environment": [asdict(variable) for variable in variables_of(planned)],
-        "cannot_start": [str(fault) for fault in not_built(planned.run)],
-        "worst_rank": plan.worst_rank.rank,
-        "headroom": plan.headroom,
-        "plan": asdict(plan),
-    }
 
 
 def _show_search(planned: Planned, wanted: Wanted) -> None:

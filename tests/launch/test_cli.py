@@ -30,10 +30,11 @@ def launch(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, st
     return int(end.value.code or 0), out, err
 
 
-def test_help_list_and_dry_run_import_nothing_slow() -> None:
+def test_help_list_and_explanations_import_nothing_slow() -> None:
     code = (
         "import sys\nfrom launch.cli import main\n"
-        "for arguments in (['--help'], ['list'], ['mixtral', '--dry-run'], ['mixtral', '--help']):\n"
+        "plan = ['plan', 'deepseek_v3', '--hw', 'gb200', '--explain', 'parallel.ep']\n"
+        "for arguments in (['--help'], ['list'], plan, ['mixtral', '--help']):\n"
         "    try: main(arguments)\n"
         "    except SystemExit as end: assert not end.code, end.code\n"
         "slow = {'torch', 'numpy', 'rich', 'tensorboard', 'matplotlib'} & set(sys.modules)\n"
@@ -231,7 +232,7 @@ def test_a_gpu_run_without_devices_is_refused_before_anything_starts(
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(RequestError, match=r"each rank needs a CUDA device, and torch sees 0 here\. Works: --hw cpu"):
-        start(asked(tmp_path / "run", hardware="gpu", data=str(corpus)), FakeBackend(0))
+        start(asked(tmp_path / "run", hardware="gpu", data=str(corpus)))
     assert not (tmp_path / "run").exists()
 
 

@@ -7,7 +7,6 @@ was told to stop by its user; 75 the workers have saved and the job is to be sta
 from __future__ import annotations
 
 import os
-import signal
 import time
 from pathlib import Path
 
@@ -57,7 +56,10 @@ def agent(run: Path, nodes: int, node_variable: str | None, meeting: str, job: s
 
 
 def _start(job: Job, node: Node) -> Outcome:
-    """Run the workers. Raises JobError also where the nodes do not find each other."""
+    """Run the workers; signals are ignored from then on, so that this node can write down how it ended while a cluster ends the others.
+
+    Raises JobError also where the nodes do not find each other.
+    """
     backend = LocalBackend(node=node, terminal=False, patient=True)
     try:
         return backend.start(job)
@@ -66,10 +68,6 @@ def _start(job: Job, node: Node) -> Outcome:
     except Exception as error:
         # of torch's agent: an address that no node answers at, a node that is missing
         raise JobError(f"node {node.number}: {type(error).__name__}: {error}") from error
-    finally:
-        # a cluster that ends the other nodes must not keep this one from writing down how it ended
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def _number(variable: str | None) -> int:

@@ -95,7 +95,7 @@ class LocalBackend:
         remove_error_files(job.out)
         watch = Watch(self._grace_seconds, patient=self._patient)
         starts = Starts(job, self._node, watch)
-        with _environment(_worker_environment(job, self._node)), _quiet_agent():
+        with watch.listening(), _environment(_worker_environment(job, self._node)), _quiet_agent():
             try:
                 result = watch.run(self._agent(job, starts))
             except StopAskedError:

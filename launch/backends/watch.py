@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -65,11 +65,21 @@ class Watch:
         self._earlier = frozenset(self._pids().values())
         self._seen, self._unknown, self._killed = {}, {}, set()
 
-    def run(self, agent: Any) -> Any:
-        """Run the agent to its end, handlers and thread in place; the handlers of before afterwards."""
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Take signals; the handlers of before afterwards. One that is patient leaves them ignored: a late one is no reason to die."""
         before = {number: signal.signal(number, self._note_signal) for number in STOP_SIGNALS}
         before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, self._note_child)
         before[signal.SIGQUIT] = signal.getsignal(signal.SIGQUIT)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                late = self._patient and number in STOP_SIGNALS
+                signal.signal(number, signal.SIG_IGN if late else handler)
+
+    def run(self, agent: Any) -> Any:
+        """Run the agent to its end, and a thread that acts on what is seen."""
         self._pids = partial(_pids, agent)
         thread = threading.Thread(target=self._act, name="watch", daemon=True)
         thread.start()
@@ -78,8 +88,6 @@ class Watch:
         finally:
             self._over.set()
             thread.join()
-            for number, handler in before.items():
-                signal.signal(number, handler)
             self._pids = dict
 
     def _note_signal(self, number: int, frame: FrameType | None) -> None:

@@ -11,8 +11,10 @@ from pathlib import Path
 def main() -> None:
     out, rank = Path(sys.argv[1]), int(os.environ["RANK"])
     signal.signal(signal.SIGTERM, lambda *_: (out / f"stopped{rank}").touch())
+    signal.signal(signal.SIGUSR1, lambda *_: (out / f"stopped{rank}").touch())
     (out / f"pid{rank}").write_text(str(os.getpid()))
-    shown = {name: os.environ.get(name) for name in ("WORLD_SIZE", "OMP_NUM_THREADS", "MASTER_PORT")}
+    names = ("WORLD_SIZE", "OMP_NUM_THREADS", "MASTER_PORT", "GROUP_RANK", "LOCAL_RANK", "ZOO_TEST")
+    shown = {name: os.environ.get(name) for name in names}
     (out / f"ready{rank}").write_text(json.dumps(shown))
     what = json.loads((out / "plan.json").read_text())[rank]
     while not all((out / f"ready{r}").exists() for r in range(int(os.environ["WORLD_SIZE"]))):
@@ -66,7 +68,27 @@ def save(out: Path, rank: int) -> None:
     (out / f"saved{rank}").touch()
 
 
+def fail_once(out: Path, rank: int) -> None:
+    """As long as no start before has got this far."""
+    if (out / f"failed{rank}").exists():
+        print(f"rank {rank} goes on")
+        return
+    (out / f"failed{rank}").touch()
+    write_error(out, rank, "a cable was pulled", None, 1)
+    sys.exit(1)
+
+
+def wait_for_first(out: Path, rank: int) -> None:
+    """Stopped by what only another rank was told, as all ranks leave the loop together; every rank says how far it came."""
+    while not any(out.glob("stopped*")):
+        time.sleep(0.02)
+    (out / "ends").mkdir(exist_ok=True)
+    (out / "ends" / f"rank{rank}.json").write_text('{"step": 3, "steps": 9}')
+
+
 ACTIONS = {
+    "fail once": fail_once,
+    "stop together": wait_for_first,
     "print": print_lines,
     "fail": fail,
     "refuse": refuse,

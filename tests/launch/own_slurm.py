@@ -82,7 +82,7 @@ class OwnSlurm:
         files = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
         options = [f"--{option}={munge / name}" for option, name in files.items()]
         self._daemon("munged", "--foreground", "--force", *options)
-        self._wait(lambda: (munge / "socket").exists(), "munged")
+        self._wait((munge / "socket").exists, "munged")
         self._daemon("slurmctld", "-D")
         self._daemon("slurmd", "-D", "-N", NODE)
         self._wait(lambda: self.call("sinfo", "-h", "-p", "patient", "-t", "idle", "-o", "%D") == "1", "the node")

@@ -168,8 +168,10 @@ class _Entrance(torch.autograd.Function):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Ticket:
-    """Stands for a saved piece of an output: which output, and where the piece lies in its storage."""
+    """Stands for a saved piece of an output: of which part, which output, and where the piece lies in its storage."""
 
+    part: _Part
+    number: int
     output: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -180,14 +182,15 @@ class _Part:
     """A part whose outputs are made again when they are needed."""
 
     def __init__(self, function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]) -> None:
-        self._function, self._inputs = function, _Inputs(inputs)
-        self._outside = _Outside()
+        self._function, self._inputs, self._outside = function, _Inputs(inputs), _Outside()
         # Of the first run while its consumers run: every output, and of each storage the first output that lies there. Autograd holds
         # on to the hooks, hence to this object, so that what it does not forget would be kept after all.
         self._first: tuple[Tensor, ...] = ()
         self._where: dict[int, int] = {}
         self._layouts: dict[int, tuple[object, ...]] = {}
-        self._waiting: set[_Ticket] = set()
+        # Numbers, not the tickets themselves: those hold this object.
+        self._waiting: set[int] = set()
+        self._tickets = 0
         self._again: tuple[Tensor, ...] | None = None
 
     def run(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -209,13 +212,15 @@ class _Part:
         if i is None or x.dtype != self._first[i].dtype:
             return self._outside.pack(x)
         self._layouts[i] = _layout(self._first[i])
-        ticket = _Ticket(output=i, size=tuple(x.shape), stride=x.stride(), offset=int(x.storage_offset()))
-        self._waiting.add(ticket)
-        return ticket
+        number, self._tickets = self._tickets, self._tickets + 1
+        self._waiting.add(number)
+        size, stride, offset = tuple(x.shape), x.stride(), int(x.storage_offset())
+        return _Ticket(part=self, number=number, output=i, size=size, stride=stride, offset=offset)
 
     def unpack(self, packed: Any) -> Tensor:
         """What was saved. The last piece of an output that is taken leaves nothing behind."""
-        if not isinstance(packed, _Ticket):
+        # What a part around this one has packed may be a ticket, too.
+        if not isinstance(packed, _Ticket) or packed.part is not self:
             return self._outside.unpack(packed)
         if self._again is None:
             with torch.no_grad():
@@ -223,7 +228,7 @@ class _Part:
         whole = self._again[packed.output]
         assert _layout(whole) == self._layouts[packed.output], "a part made something else again than in the forward"
         piece = whole.as_strided(packed.size, packed.stride, packed.offset)
-        self._waiting.discard(packed)
+        self._waiting.discard(packed.number)
         if not self._waiting:
             self._again = None
         return piece

@@ -31,6 +31,7 @@ from core.config.architecture import (
     ZLoss,
 )
 from core.config.mapping import ParallelConfig
+from core.config.memory import MemoryConfig
 from core.config.run import IGNORE, OptimizerConfig
 from core.optim.make import make_optimizer
 from core.parallel.groups import Groups as RankGroups
@@ -169,6 +170,7 @@ class Case:
     steps: int = 3
     optimizer: OptimizerConfig = PLAIN
     dtype: torch.dtype = torch.float64
+    memory: MemoryConfig = MemoryConfig()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +185,7 @@ def train(case: Case) -> Trained:
     """Train this rank's share of `case`, in the initialised world or alone."""
     layout = layout_of(case.model, case.parallel)
     groups = groups_for(case.parallel, embedding_stages=layout.embedding_stages(case.model.tied_embeddings))
-    model = build_model(case.model, groups=groups, parallel=case.parallel, dtype=case.dtype)
+    model = build_model(case.model, groups=groups, parallel=case.parallel, memory=case.memory, dtype=case.dtype)
     initialise(model, 7)
     optimizer = make_optimizer(model, case.optimizer, groups, case.parallel)
     results = []

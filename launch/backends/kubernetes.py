@@ -27,6 +27,9 @@ PORT = 29_400
 INDEX = "JOB_COMPLETION_INDEX"
 # Names are labels of DNS, at most 63 long, to which a JobSet adds that of its part, two numbers and five letters.
 LONGEST_NAME = 40
+# What needs no quotes as a key, but for the words that YAML takes for truth values and nothing.
+PLAIN_KEY = re.compile(r"[A-Za-z][A-Za-z0-9./-]*")
+WORDS = frozenset(["y", "n", "yes", "no", "on", "off", "true", "false", "null"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +131,8 @@ def yaml_text(value: Any, indent: int = 0) -> str:
 def _lines(value: Any) -> Iterator[str]:
     if isinstance(value, Mapping) and value:
         for key, item in value.items():
-            name = key if re.fullmatch(r"[A-Za-z][\w./-]*", key) else json.dumps(key)
+            plain = PLAIN_KEY.fullmatch(key) and key.lower() not in WORDS
+            name = key if plain else json.dumps(key, ensure_ascii=False)
             yield from _below(f"{name}:", item)
     elif isinstance(value, list) and value:
         for item in value:

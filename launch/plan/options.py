@@ -104,8 +104,8 @@ def undo_moves(setup: Setup) -> Iterator[Move]:
 
 
 def dispatchers(profile: Profile) -> tuple[DispatcherName, ...]:
-    """Those that run on the hardware: packages of kernels need Hopper or later."""
-    plain: tuple[DispatcherName, ...] = ("alltoall", "flex", "allgather")
+    """Those that run on the hardware: packages of kernels need Hopper or later. `allgather` sends every row everywhere."""
+    plain: tuple[DispatcherName, ...] = ("alltoall", "flex")
     return (*PACKAGES, *plain) if (profile.capability or (0, 0)) >= PACKAGES_NEED else plain
 
 

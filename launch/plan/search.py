@@ -25,11 +25,11 @@ from launch.plan.options import Move, memory_moves, time_moves, undo_moves
 from launch.plan.result import AxisTraffic, RankMemory, StepTime
 from launch.profiles import Profile, find_profile
 
-PRICED = 200
-IMPROVED = 40
+PRICED = 120
+IMPROVED = 24
 # Ways to spread the layers of one mapping that are followed.
 LAYOUTS = 3
-SHOWN = 10
+SHOWN = 6
 # An option has to save so much of a step to be worth naming.
 WORTH = 1e-3
 
@@ -79,12 +79,13 @@ def search(
             f"--hw {run.hardware}: nothing is known of it beforehand, so set-ups cannot be compared. "
             "Works: a kind of hardware with a profile, as gb200 or h100."
         )
-    prices = Prices(run, gpus, profile, planner or _planner(), price_time or _price_time())
-    return _Search(prices, fixed, buildable_only).result()
+    quick, exact = _planners(run, planner)
+    prices = Prices(run, gpus, profile, quick, price_time or _price_time())
+    return _Search(prices, exact, fixed, buildable_only).result()
 
 
 class Prices:
-    """Bytes and seconds of set-ups, each asked for once."""
+    """Bytes and seconds of set-ups, each asked for once: what the search goes by."""
 
     def __init__(self, run: RunConfig, gpus: int, profile: Profile, memory: PriceMemory, time: PriceTime) -> None:
         assert profile.chip is not None, "capacity is known of hardware with a profile"
@@ -128,8 +129,8 @@ class _Lead:
 class _Search:
     """One search: what it may vary, what it knows, and what it has ruled out."""
 
-    def __init__(self, prices: Prices, fixed: frozenset[str], buildable_only: bool) -> None:
-        self._prices, self._fixed, self._buildable_only = prices, fixed, buildable_only
+    def __init__(self, prices: Prices, exact: PriceMemory, fixed: frozenset[str], buildable_only: bool) -> None:
+        self._prices, self._exact, self._fixed, self._buildable_only = prices, exact, fixed, buildable_only
         self._run, self._gpus, self._profile = prices.run, prices.gpus, prices.profile
         self._legal: dict[Setup, bool] = {}
         self._losers: list[Loser] = []
@@ -138,24 +139,38 @@ class _Search:
         """All three phases."""
         own = setup_of(self._run)
         ranked = self._shortest(self._that_fit())
-        leads = sorted((self._faster(_Lead(begun=each, setup=each, steps=())) for each in ranked), key=self._order)
+        leads = [_Lead(begun=each, setup=each, steps=()) for each in ranked]
         if self._allowed(own):
-            leads.insert(0, self._faster(_Lead(begun=own, setup=own, steps=())))
-        found = self._fitted(leads)
+            leads.insert(0, _Lead(begun=own, setup=own, steps=()))
+        fitted = self._fitted(leads)
         begun = self._found(_Lead(begun=own, setup=own, steps=())) if self._allowed(own) else None
-        if begun is not None and begun.headroom >= 0 and all(each.setup != own for each in found):
-            found.append(begun)
-        found.sort(key=lambda each: (each.seconds, -each.headroom, each.setup.mapping))
-        shown, others = _diverse([each.setup for each in found], 1)
-        self._losers += [self._slower(setup, shown[0]) for setup in [*others, *shown[SHOWN:]]]
+        if begun is not None and begun.headroom >= 0 and all(each.setup != own for each in fitted):
+            fitted.append(_Lead(begun=own, setup=own, steps=()))
         return SearchResult(
             gpus=self._gpus,
             hardware=self._profile.name,
             capacity=self._prices.capacity,
             begun=begun,
-            found=tuple(each for each in found if each.setup in shown[:SHOWN]),
+            found=self._proven(fitted),
             losers=tuple(self._losers),
         )
+
+    def _proven(self, fitted: list[_Lead]) -> tuple[Found, ...]:
+        """The fastest that differ in more than vpp and layout, each held against what the plan itself says of its memory."""
+        leads = {lead.setup: lead for lead in sorted(fitted, key=self._order)}
+        found: list[Found] = []
+        for setup, lead in leads.items():
+            like = next((each for each in found if _alike(each.setup) == _alike(setup)), None)
+            if like is not None or len(found) == SHOWN:
+                self._losers.append(self._slower(setup, (like or found[0]).setup))
+                continue
+            proven = self._found(lead)
+            if proven.headroom >= 0:
+                found.append(proven)
+            else:
+                reason = f"does not fit: {gib(proven.memory)} of {gib(self._prices.capacity)} when traced itself"
+                self._lose(setup, 3, reason)
+        return tuple(found)
 
     # ------------------------------------------------------------------------------------------ phases one and two
 
@@ -186,9 +201,8 @@ class _Search:
             self._lose(setup, 2, self._bound_reason(setup, bound, kept[0][0]))
         chosen.sort(key=lambda each: (self._prices.seconds(each), each.mapping))
         shortest, others = _diverse(chosen, LAYOUTS)
-        for setup in [*others, *shortest[IMPROVED:]]:
-            self._losers.append(self._slower(setup, chosen[0], phase=2))
-        return shortest[:IMPROVED]
+        self._losers += [self._slower(setup, chosen[0], phase=2) for setup in others]
+        return shortest
 
     def _plain(self) -> RunConfig:
         """The run without the options that cost time or were chosen for its own mapping, save those that are fixed."""
@@ -220,19 +234,30 @@ class _Search:
                 return lead
             lead = self._stepped(lead, *best)
 
-    def _fitted(self, leads: Iterable[_Lead]) -> list[Found]:
+    def _fitted(self, leads: Iterable[_Lead]) -> list[_Lead]:
         """Those that fit with what leaves memory free, the most promising first, until none can be better than what is found."""
-        found: list[Found] = []
-        for lead in leads:
-            limit = sorted(each.seconds for each in found)[SHOWN - 1] if len(found) >= SHOWN else float("inf")
-            if self._prices.seconds(lead.setup) >= limit:
-                best = min(found, key=lambda each: each.seconds)
+        found: list[_Lead] = []
+        for plain in leads:
+            if len(found) >= IMPROVED:
+                self._losers.append(self._slower(plain.setup, min(found, key=self._order).setup, phase=2))
+                continue
+            lead = self._faster(plain)
+            if self._prices.seconds(lead.setup) >= self._limit(found):
+                best = min(found, key=self._order)
                 self._losers.append(self._slower(lead.setup, best.setup, even=True))
                 continue
             fitted = self._smaller(lead)
             if fitted is not None and all(each.setup != fitted.setup for each in found):
-                found.append(self._found(fitted))
+                found.append(fitted)
         return found
+
+    def _limit(self, found: Iterable[_Lead]) -> float:
+        """Seconds of the last of those that would be shown: what takes as long is not followed."""
+        best: dict[tuple[int, ...], float] = {}
+        for each in found:
+            seconds, kind = self._prices.seconds(each.setup), _alike(each.setup)
+            best[kind] = min(seconds, best.get(kind, seconds))
+        return sorted(best.values())[SHOWN - 1] if len(best) >= SHOWN else float("inf")
 
     def _smaller(self, lead: _Lead) -> _Lead | None:
         """The mapping with as many options as make it fit, those that free most for their time first; None where none does."""
@@ -269,7 +294,7 @@ class _Search:
         """The set-up without what later options made needless."""
         for move in undo_moves(lead.setup):
             moved = self._moved(lead.setup, move)
-            shorter = moved is not None and self._prices.seconds(moved) < self._prices.seconds(lead.setup) * (1 - 1e-9)
+            shorter = moved is not None and self._prices.seconds(moved) <= self._prices.seconds(lead.setup) * (1 + 1e-9)
             if moved is not None and shorter and self._prices.fits(moved):
                 lead = _Lead(begun=lead.begun, setup=moved, steps=(*lead.steps, f"{move.text}: more is not needed"))
         return lead
@@ -321,9 +346,6 @@ class _Search:
         wall = max(walls, key=lambda name: walls[name])
         leaves = any(axis.axis == wall and not axis.inside for axis in mine.communication)
         share = mine.step.walls[wall] / mine.step.seconds
-        words = (
-            f"{wall} leaves the NVLink domain: {share:.0%} exposed" if leaves else f"{wall} is {share:.0%} of its step"
-        )
         free = " even with memory for nothing" if even else ""
         return Loser(
             mapping=_named(setup), phase=phase, reason=f"slower by {longer:.0%}{free}: {_share(wall, share, leaves)}"
@@ -342,7 +364,8 @@ class _Search:
 
     def _found(self, lead: _Lead) -> Found:
         setup, step = lead.setup, self._prices.priced(lead.setup).step
-        run, used = setup.on(self._run, self._gpus), self._prices.bytes(setup)
+        run = setup.on(self._run, self._gpus)
+        used = max(rank.balanced.total for rank in self._exact.of(run))
         return Found(
             setup=setup,
             tokens_per_second=step.tokens_per_second,
@@ -362,10 +385,8 @@ def _diverse(setups: Iterable[Setup], most: int) -> tuple[list[Setup], list[Setu
     others: list[Setup] = []
     seen: Counter[tuple[int, ...]] = Counter()
     for setup in setups:
-        p = setup.parallel
-        key = (p.tp, p.cp, p.pp, p.ep, p.etp, setup.microbatch)
-        seen[key] += 1
-        (kept if seen[key] <= most else others).append(setup)
+        seen[_alike(setup)] += 1
+        (kept if seen[_alike(setup)] <= most else others).append(setup)
     return kept, others
 
 
@@ -406,10 +427,19 @@ def _options(setup: Setup) -> Iterator[str]:
             yield f"bfloat16 {name}"
 
 
-def _planner() -> PriceMemory:
-    from launch.plan.memory import MemoryPlanner
+def _alike(setup: Setup) -> tuple[int, ...]:
+    """What set-ups have in common that differ in vpp, layout and options alone."""
+    p = setup.parallel
+    return p.tp, p.cp, p.pp, p.ep, p.etp, setup.microbatch
 
-    return MemoryPlanner()
+
+def _planners(run: RunConfig, planner: PriceMemory | None) -> tuple[PriceMemory, PriceMemory]:
+    """What prices many set-ups, and what proves a few: the plan's own, or both times the one that is given."""
+    from launch.plan.memory import MemoryPlanner
+    from launch.plan.quick import QuickMemory
+
+    exact = planner or MemoryPlanner()
+    return (QuickMemory(run, exact.traces) if isinstance(exact, MemoryPlanner) else exact), exact
 
 
 def _price_time() -> PriceTime:

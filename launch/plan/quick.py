@@ -1,0 +1,354 @@
+"""Memory of many set-ups of one model in a moment: a few traces, and arithmetic between them; what a search and a page go by.
+
+Everything scales with a rank's tokens, so one trace serves all microbatches; each tp and cp that is met is traced once without any
+recomputation, and what each recomputed part changes is added up as if the others were not there. Numbers at a traced set-up are the
+plan's own; elsewhere they are a few per cent off (tests/launch/plan/test_quick.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import lcm
+
+from core.config.architecture import MoE
+from core.config.mapping import ParallelConfig, ScheduleName
+from core.config.memory import RecomputeName
+from core.config.precision import FOUR_BITS, PrecisionConfig
+from core.config.run import RunConfig
+from core.optim.buckets import BUCKET_BYTES
+from core.parallel.mesh import fold
+from core.pipeline.layout import Part, layout_of
+from core.pipeline.schedule import make_schedule
+from core.state.inventory import Entry
+from launch.plan.load import Load, PartLoad, PlacedPiece, load_of, part_load
+from launch.plan.pieces import RankPieces, Traces
+from launch.plan.result import MemoryParts, RankMemory
+from launch.plan.trace import PieceTrace, kinds_of
+
+# As launch/plan/memory.py: a schedule has met its fullest moment after so many microbatches for each pipeline rank.
+ENOUGH = 4
+BYTES = {"float32": 4, "bfloat16": 2}
+# What whole layers or whole experts computed again leave nothing of to compute again.
+COVERS: dict[RecomputeName, tuple[RecomputeName, ...]] = {"moe": ("moe_act", "shared_experts")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elements:
+    """Of one owner of parameters on one rank: what copies of attention's folding hold, what experts' do, buffers in bytes.
+
+    quantised: of both, what a recipe's primary weights replace. largest: of one tensor, largest_expert: of one of all experts.
+    """
+
+    dense: float = 0.0
+    experts: float = 0.0
+    quantised_dense: float = 0.0
+    quantised_experts: float = 0.0
+    buffers: int = 0
+    largest: float = 0.0
+    largest_expert: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """What waits on a rank at some moment: forwards and put-off weight gradients by chunk; and what runs: chunk and whether backward."""
+
+    waiting: tuple[int, ...]
+    late: tuple[int, ...]
+    running: tuple[tuple[int, bool], ...]
+
+    def within(self, other: State) -> bool:
+        """Whether `other` holds at least as much of everything."""
+        pairs = zip((*self.waiting, *self.late), (*other.waiting, *other.late), strict=True)
+        return all(mine <= theirs for mine, theirs in pairs)
+
+
+class QuickMemory:
+    """Prices set-ups of one run's model, sequence and batch. It is what a search asks, and what a page is made of."""
+
+    def __init__(self, run: RunConfig, traces: Traces | None = None) -> None:
+        plain = replace(run.memory, recompute=(), offload=())
+        self._run = replace(run, memory=plain, train=replace(run.train, microbatch=1))
+        self._traces = traces or Traces()
+        self.kinds = kinds_of(run.model)
+        known = {layer: kind for kind, layer in enumerate(self.kinds)}
+        self.numbers = tuple(known[layer] for layer in run.model.layers)
+        self._pieces: dict[tuple[ParallelConfig, RecomputeName | None], dict[str, PieceTrace]] = {}
+        self._loads: dict[tuple[object, ...], dict[str, Load]] = {}
+        self._elements: dict[int, dict[str, Elements]] = {}
+
+    def of(self, run: RunConfig) -> tuple[RankMemory, ...]:
+        """As MemoryPlanner.of; `worst` repeats `balanced`, and every place is its first rank."""
+        p, layout = run.parallel, layout_of(run.model, run.parallel)
+        replicas = run.ranks // (p.pp * p.tp * p.cp)
+        microbatches = max(1, run.train.global_batch // (run.train.microbatch * replicas))
+        if p.schedule != "gpipe":
+            microbatches = min(microbatches, ENOUGH * p.pp)
+        found = []
+        for rank in range(p.pp):
+            parts = layout.parts_of(rank)
+            loads = [self._part(run, part, layout.parts) for part in parts]
+            states = states_of(p.schedule, p.pp, layout.virtual, microbatches, rank)
+            fullest = max(states, key=lambda state: sum(_bytes(state, loads)))
+            memory = self._memory(run, parts, _bytes(fullest, loads))
+            in_flight = _in_flight(fullest)
+            place = rank * (run.ranks // p.pp)
+            found.append(RankMemory(pp_rank=rank, rank=place, balanced=memory, worst=memory, in_flight=in_flight))
+        return tuple(found)
+
+    # ------------------------------------------------------------------------------------------------- activations
+
+    def loads(self, run: RunConfig) -> dict[str, Load]:
+        """What each piece of the model keeps and needs of a microbatch of one sequence."""
+        p, precision, memory = run.parallel, run.precision, run.memory
+        key = (self._traceable(p), precision.recipe, memory.recompute, memory.offload)
+        if key not in self._loads:
+            found = {name: load_of(each, precision, memory) for name, each in self._traced(p, None).items()}
+            own = self._run.parallel
+            like = replace(own, cp=p.cp, cp_alltoall=p.cp_alltoall, schedule=p.schedule)
+            for part in effective(memory.recompute):
+                before, after = self._traced(like, None), self._traced(like, part)
+                for name, load in found.items():
+                    low, high = (load_of(each[name], precision, memory) for each in (before, after))
+                    found[name] = _not_negative(load.plus(high, low, own.tp / p.tp))
+                if part == "full" and "ahead" in found:
+                    # A prediction module is then made again as a whole: one piece.
+                    whole = load_of(after["ahead and its layer"], precision, memory)
+                    found["ahead and its layer"] = whole.plus(
+                        whole, Load(**dict.fromkeys(vars(whole), 0)), own.tp / p.tp - 1
+                    )
+            self._loads[key] = found
+        return self._loads[key]
+
+    def stream(self, p: ParallelConfig) -> int:
+        """Bytes of one stream of hidden states of a microbatch of one sequence."""
+        return self._traced(p, None)["embedding"].stream_bytes
+
+    def turns(self, p: ParallelConfig) -> int:
+        """Bytes of the angles of rotary embeddings, likewise."""
+        return self._at(p, ()).shared.turn_bytes
+
+    def _part(self, run: RunConfig, part: Part, parts: Sequence[Part]) -> PartLoad:
+        p, sequences = run.parallel, run.train.microbatch
+        loads, stream = self.loads(run), self.stream(p) * sequences
+        placed = [
+            PlacedPiece(load=_times(loads[name], sequences), own_input=own, loss=name == "loss")
+            for name, own in self.named(part, whole="full" in run.memory.recompute)
+        ]
+        at = parts.index(part)
+        before = 1 + sum(len(each.ahead) for each in parts[:at])
+        turns = self.turns(p) * sequences if part.layers or part.ahead else 0
+        received = 0 if part.embedding else before * stream
+        out = 0 if part.loss else (before + len(part.ahead)) * stream
+        return part_load(placed, received=received, out=out, shared=turns)
+
+    def named(self, part: Part, *, whole: bool) -> Iterator[tuple[str, bool]]:
+        """The pieces of a stage by name, and whether their input is memory of their own. whole: prediction modules are one piece."""
+        layers, count = self._run.model.layers, 0
+        if part.embedding:
+            yield "embedding", False
+        for i in part.layers:
+            yield f"layer {self.numbers[i]}", part.embedding or count > 0
+            count += 1
+            if i == len(layers) - 1:
+                yield "final norm", True
+        for _ in part.ahead:
+            yield ("ahead and its layer" if whole else "ahead"), part.embedding or count > 0
+            if not whole:
+                yield f"layer {self.numbers[-1]}", False
+            count += 1
+        if part.loss:
+            yield "loss", part.embedding or count > 0
+
+    def _traced(self, p: ParallelConfig, recompute: RecomputeName | None) -> dict[str, PieceTrace]:
+        """Every piece by name, with one recomputed part or none."""
+        key = (self._traceable(p), recompute)
+        if key not in self._pieces:
+            pieces = self._at(p, (recompute,) if recompute else ())
+            found = {
+                "embedding": pieces.shared.embedding,
+                "loss": pieces.shared.loss,
+                "final norm": pieces.final_norm,
+            }
+            for kind, layer in enumerate(self.kinds):
+                tracer = pieces.experts if isinstance(layer.mlp, MoE) else pieces.shared
+                found[f"layer {kind}"] = tracer.layer(kind, final=False)
+            if self._run.model.predict_ahead:
+                found["ahead"] = pieces.around_ahead
+                if recompute == "full":
+                    found["ahead and its layer"] = pieces.experts.ahead
+            self._pieces[key] = found
+        return self._pieces[key]
+
+    def _at(self, p: ParallelConfig, recompute: tuple[RecomputeName, ...]) -> RankPieces:
+        """The first rank of the mapping with some replicas: what they sum up is the same for any number of them."""
+        ranks = 2 * lcm(p.ep * p.etp, p.tp * p.cp)
+        memory = replace(self._run.memory, recompute=recompute)
+        return self._traces.of(replace(self._run, parallel=self._traceable(p), ranks=ranks, memory=memory), 0)
+
+    def _traceable(self, p: ParallelConfig) -> ParallelConfig:
+        """What traces depend on of a mapping: everything inside a stage, and whether weight gradients are put off."""
+        schedule: ScheduleName = "zero_bubble" if p.schedule == "zero_bubble" else "1f1b"
+        own = self._run.parallel
+        return replace(
+            p, pp=1, vpp=1, layout=None, schedule=schedule, sharding="zero1", fsdp_replicas=1, dispatcher=own.dispatcher
+        )
+
+    # ---------------------------------------------------------------------------------------------------- residents
+
+    def elements(self, tp: int) -> dict[str, Elements]:
+        """What a rank of tp holds, by owner: embedding, head, final norm, layers by kind, prediction modules."""
+        if tp not in self._elements:
+            own = self._run.parallel
+            entries = self._at(replace(own, tp=tp), ()).experts.entries
+            whole = own.ep * own.etp
+            self._elements[tp] = _by_owner(entries, whole)
+        return self._elements[tp]
+
+    def owners(self, parts: Iterable[Part]) -> Iterator[str]:
+        """The owners on a pipeline rank, each as often as it is there."""
+        model, parts = self._run.model, tuple(parts)
+        if any(part.embedding or part.ahead or (part.loss and model.tied_embeddings) for part in parts):
+            yield "embedding"
+        for part in parts:
+            for i in part.layers:
+                yield f"layers.{self.numbers[i]}"
+                if i == len(model.layers) - 1:
+                    yield "final_norm"
+            yield from (f"mtp.{d}" for d in part.ahead)
+        if not model.tied_embeddings and any(part.loss for part in parts):
+            yield "head"
+
+    def _memory(self, run: RunConfig, parts: Sequence[Part], held: tuple[int, int, int]) -> MemoryParts:
+        p, precision, mesh = run.parallel, run.precision, fold(run.parallel, run.ranks)
+        table = self.elements(p.tp)
+        owners = [table[name] for name in self.owners(parts)]
+        copies = mesh.dense.size("dp") * p.cp, mesh.expert.size("edp")
+        spread = p.ep * p.etp
+        dense, experts = sum(e.dense for e in owners), sum(e.experts for e in owners) / spread
+        saved = primary_saved(precision)
+        low = sum(e.quantised_dense for e in owners) + sum(e.quantised_experts for e in owners) / spread
+        element, gradient = BYTES[precision.compute], BYTES[precision.main_gradients]
+        masters = 4 if precision.compute != "float32" else 0
+        states = (masters + 2 * BYTES[precision.moments]) * (dense / copies[0] + experts / copies[1])
+        weights = element * (dense + experts) - saved * low
+        gradients = gradient * (dense + experts)
+        if p.sharding == "fsdp":
+            shards = copies[0] / p.fsdp_replicas, max(1.0, copies[1] / p.fsdp_replicas)
+            weights, gradients = (4 * (dense / shards[0] + experts / shards[1]),) * 2
+        largest = max((max(e.largest, e.largest_expert / spread) for e in owners), default=0.0)
+        travelling = max(largest, min(dense + experts, BUCKET_BYTES / element)) * gradient if max(copies) > 1 else 0
+        buffers = 2 * self.stream(p) * run.train.microbatch if p.pp > 1 else 0
+        return MemoryParts(
+            parameters=round(weights) + sum(e.buffers for e in owners),
+            gradients=round(gradients),
+            optimizer=round(states * (1 - run.memory.optimizer_offload) + travelling),
+            activations=held[0],
+            logits=held[1],
+            working=held[2] + buffers,
+        )
+
+
+def effective(recompute: Sequence[RecomputeName]) -> tuple[RecomputeName, ...]:
+    """The recomputed parts without those that others cover."""
+    if "full" in recompute:
+        return ("full",)
+    covered = {each for name in recompute for each in COVERS.get(name, ())}
+    return tuple(name for name in recompute if name not in covered)
+
+
+def primary_saved(precision: PrecisionConfig) -> float:
+    """Bytes of an element that primary weights of a recipe save."""
+    if not precision.primary or precision.recipe is None:
+        return 0.0
+    return BYTES[precision.compute] * (0.75 if precision.recipe in FOUR_BITS else 0.5)
+
+
+@lru_cache(maxsize=4096)
+def states_of(name: ScheduleName, stages: int, virtual: int, microbatches: int, rank: int) -> tuple[State, ...]:
+    """The moments of a rank's step that hold no less than every other one with the same parts running."""
+    waiting, late = [0] * virtual, [0] * virtual
+    found: dict[tuple[tuple[int, bool], ...], list[State]] = {}
+
+    def meet(*running: tuple[int, bool]) -> None:
+        state = State(waiting=tuple(waiting), late=tuple(late), running=running)
+        kept = found.setdefault(running, [])
+        if not any(state.within(other) for other in kept):
+            kept[:] = [other for other in kept if not other.within(state)] + [state]
+
+    schedule = make_schedule(name, stages=stages, virtual=virtual, microbatches=microbatches)
+    for action in schedule.ranks[rank]:
+        chunk = action.chunk
+        match action.kind:
+            case "forward":
+                meet((chunk, False))
+                waiting[chunk] += 1
+            case "combined":
+                assert action.backward_chunk is not None, "it has two halves"
+                waiting[action.backward_chunk] -= 1
+                meet((chunk, False), (action.backward_chunk, True))
+                waiting[chunk] += 1
+            case "backward" | "input_gradient":
+                waiting[chunk] -= 1
+                meet((chunk, True))
+                late[chunk] += action.kind == "input_gradient"
+            case "weight_gradient":
+                late[chunk] -= 1
+            case _:
+                pass
+    return tuple(state for kept in found.values() for state in kept)
+
+
+def _in_flight(state: State) -> tuple[int, ...]:
+    """What waits or runs, by chunk."""
+    counts = list(map(sum, zip(state.waiting, state.late, strict=True)))
+    for chunk, _ in state.running:
+        counts[chunk] += 1
+    return tuple(counts)
+
+
+def _bytes(state: State, loads: Sequence[PartLoad]) -> tuple[int, int, int]:
+    """Activations, logits and what is worked with."""
+    moments = [loads[chunk].backward if backward else loads[chunk].forward for chunk, backward in state.running]
+    counted = list(zip(state.waiting, state.late, loads, strict=True))
+    activations = sum(n * load.activations + late * load.late for n, late, load in counted)
+    logits = sum(n * load.logits for n, _, load in counted)
+    return (
+        activations + sum(moment.activations for moment in moments),
+        logits + sum(moment.logits for moment in moments),
+        sum(moment.total - moment.activations - moment.logits for moment in moments),
+    )
+
+
+def _by_owner(entries: dict[str, Entry], whole: int) -> dict[str, Elements]:
+    """Elements of the entries of a model with a layer of each kind; those of experts of all ranks together."""
+    found: dict[str, Elements] = {}
+    for name, entry in entries.items():
+        words = name.split(".")
+        owner = ".".join(words[: 2 if words[0] in ("layers", "mtp") else 1])
+        size, expert = float(entry.tensor.numel()), entry.spec.replicas == "expert"
+        before = found.get(owner, Elements())
+        if not entry.spec.trained:
+            found[owner] = replace(before, buffers=before.buffers + entry.tensor.nbytes)
+            continue
+        inside = words[0] in ("layers", "mtp") and len(entry.spec.shape) > 1
+        low = size if inside and ".router." not in name and "bias" not in name else 0.0
+        found[owner] = replace(
+            before,
+            dense=before.dense + (0.0 if expert else size),
+            experts=before.experts + (size * whole if expert else 0.0),
+            quantised_dense=before.quantised_dense + (0.0 if expert else low),
+            quantised_experts=before.quantised_experts + (low * whole if expert else 0.0),
+            largest=max(before.largest, 0.0 if expert else size),
+            largest_expert=max(before.largest_expert, size * whole if expert else 0.0),
+        )
+    return found
+
+
+def _times(load: Load, sequences: int) -> Load:
+    return Load(**{name: sequences * value for name, value in vars(load).items()})
+
+
+def _not_negative(load: Load) -> Load:
+    return Load(**{name: max(0, value) for name, value in vars(load).items()})

@@ -58,6 +58,7 @@ class Speeds:
     FLOP a second of attention, forward and backward, at 4,096 and at 16,384 tokens. streamed: how many times as long as at the maker's
     bandwidth the activations of a layer take to pass memory. overlapped: share of the exchange with experts elsewhere that a combined
     schedule hides. launch_seconds: that a host takes to start the kernels of a layer and microbatch; a GPU that is done earlier waits.
+    combined_launches: how many times as long where two halves go together, in smaller pieces.
     """
 
     products: float
@@ -67,6 +68,7 @@ class Speeds:
     streamed: float
     overlapped: float
     launch_seconds: float
+    combined_launches: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,20 +157,24 @@ _A100_FABRIC = Fabric(
 
 # Attention: report Table 9, of DeepSeek-V3.
 _HOPPER_SPEEDS = Speeds(
-    products=0.62,
-    low_products=0.45,
+    products=0.640,
+    low_products=0.451,
     attention=(553 * TFLOPS, 422 * TFLOPS),
     long_attention=(638 * TFLOPS, 523 * TFLOPS),
-    streamed=1.66,
-    overlapped=0.66,
-    launch_seconds=10.6e-3,
+    streamed=1.646,
+    overlapped=0.673,
+    launch_seconds=10.3e-3,
+    combined_launches=1.238,
 )
 _BLACKWELL_SPEEDS = replace(
     _HOPPER_SPEEDS,
-    low_products=0.64,
+    low_products=0.622,
     attention=(1324 * TFLOPS, 1083 * TFLOPS),
     long_attention=(1698 * TFLOPS, 1298 * TFLOPS),
 )
+
+# GB300 and B300 reach more of the same peaks: 1,400 W instead of 1,200 and 1,000.
+_ULTRA_SPEEDS = replace(_BLACKWELL_SPEEDS, products=0.699, low_products=0.679)
 
 _TABLE_9 = "Attention: report Table 9, at 4,096 and 16,384 tokens."
 _TABLE_7 = (
@@ -198,7 +204,7 @@ PROFILES = (
         capability=(10, 3),
         chip=replace(_GB200_CHIP, memory=279 * GB, fp4=15 * PFLOPS),
         fabric=_GB300_FABRIC,
-        speeds=_BLACKWELL_SPEEDS,
+        speeds=_ULTRA_SPEEDS,
         sources=(
             "Peaks: GB300 NVL72 data sheet (360 PFLOPS FP8, 180 BF16 and 1,080 dense FP4 of 72 GPUs), quoted by two pages.",
             "279 GB usable of 288, 576 TB/s of 72 GPUs: GB300 NVL72 data sheet, quoted; usable bytes unchecked on a machine.",
@@ -238,7 +244,7 @@ PROFILES = (
         capability=(10, 3),
         chip=replace(_B200_CHIP, memory=270 * GB, fp4=13.5 * PFLOPS),
         fabric=replace(_GB300_FABRIC, gpus_per_node=8, domain=8),
-        speeds=_BLACKWELL_SPEEDS,
+        speeds=_ULTRA_SPEEDS,
         sources=(
             "Peaks: HGX B300 data sheet (36 PFLOPS FP8, 18 BF16 and 108 dense FP4 of 8 GPUs), quoted; one page has 3,500 BF16.",
             "270 GB usable of 288 and 7.7 TB/s: quoted by a page from HGX B300's data sheet; unchecked on a machine.",

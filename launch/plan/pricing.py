@@ -172,7 +172,8 @@ class Pricing:
     def _waiting(self, cost: Cost, launches: float, host_bytes: float) -> Cost:
         """With what a device waits for its host: for kernels to be started, and for bytes that computation does not hide."""
         link = max(0.0, host_bytes / self.chip.host_link - cost.total)
-        host = launches * self.speeds.launch_seconds
+        together = self.run.parallel.schedule == "combined"
+        host = launches * self.speeds.launch_seconds * (self.speeds.combined_launches if together else 1.0)
         return added((cost, Cost(launches=max(0.0, host - cost.total), offload=link)))
 
     def layer(self, layer: Layer) -> Passes:

@@ -149,10 +149,24 @@ def _estimated(run: RunConfig, layout: Layout, costs: Costs, microbatches: int) 
     if run.parallel.schedule == "combined":
         hidden = [_combined(costs, layout, rank, microbatches) for rank in range(p)]
     busy = [microbatches * seconds - saved for seconds, saved in zip(each, hidden, strict=True)]
-    chunks = {"gpipe": 1, "zero_bubble": 3 * v}.get(run.parallel.schedule, v)
+    chunks = 3 * v if run.parallel.schedule == "zero_bubble" else v
     others = (sum(each) - each[busy.index(max(busy))]) / chunks
-    total = max(busy) + others + 2 * (p - 1) * costs.transfer
+    total = max(busy) + others + _transfers(run, layout, microbatches) * costs.transfer
     return _Pipeline(total=total, waits=tuple(total - seconds for seconds in busy), hidden=tuple(hidden), timeline=None)
+
+
+def _transfers(run: RunConfig, layout: Layout, microbatches: int) -> float:
+    """How many transfers between stages a step waits for, on equal costs: what simulating the schedules gives."""
+    p, v, name = layout.pp, layout.virtual, run.parallel.schedule
+    if p == 1:
+        return 0
+    if name == "gpipe":
+        return 2 * (p - 1)
+    if name == "combined":  # a step of it lasts until both halves are done, and neighbours are one step apart
+        return microbatches * v + 2 * (p - 2) + (v - 1) * p
+    if name == "zero_bubble":
+        return 4 * (p - 1) if v == 1 else 2 * (p - 1) + (v - 1) * p
+    return 2 * (p * v - 1) if v > 1 else microbatches * 2 * (p - 1) / p + 2 * (p - 2)
 
 
 def _combined(costs: Costs, layout: Layout, rank: int, microbatches: int) -> float:
@@ -230,8 +244,9 @@ def _communication(
             found.append((name, microbatches * most[0], microbatches * most[1], microbatches * most[2] * share))
     if layout.pp > 1:
         sent, seconds = handed_on(pricing.run, pricing.share, pricing.links)
-        times = 2 * microbatches * layout.virtual
-        found.append(("pp", times * sent, times * seconds, 2 * (layout.pp - 1) * seconds))
+        times = microbatches * max(_handed(layout, rank) for rank in range(layout.pp))
+        exposed = min(_transfers(pricing.run, layout, microbatches), times) * seconds
+        found.append(("pp", times * sent, times * seconds, exposed))
     for name in ("dp", "edp"):
         found.append(max(axis for each in copies for axis in each.axes if axis[0] == name))
     inside = {**{name: axis.inside for name, axis in axes.items()}, "dp": axes["replicas"].inside}
@@ -240,6 +255,17 @@ def _communication(
         for name, sent, seconds, exposed in found
         if sent
     )
+
+
+def _handed(layout: Layout, rank: int) -> int:
+    """How many streams of activations and of gradients a rank hands on for a microbatch: those that have begun before a stage's end."""
+    streams, crossed = 0, []
+    for part in layout.parts[:-1]:
+        streams += part.embedding + len(part.ahead)
+        crossed.append(streams)
+    onward = sum(crossed[rank :: layout.pp])
+    back = sum(count for stage, count in enumerate(crossed, start=1) if stage % layout.pp == rank)
+    return onward + back
 
 
 def _sent(passes: Passes, name: str) -> tuple[float, float, float]:

@@ -121,7 +121,8 @@ class PlacedPiece:
 
 def part_load(pieces: Sequence[PlacedPiece], *, received: int, out: int, shared: int) -> PartLoad:
     """The pieces of a part in order. received, out: bytes that come in and that go on, which wait too; shared: what all layers use."""
-    held, logits, late, on_host = received + shared, 0, 0, 0
+    # What was received, and its gradient, live as long as anything that was made of it.
+    held, logits, late, on_host = received + shared, 0, 2 * received, 0
     forward, backward = Moment(activations=held, logits=0, total=held), Moment(activations=0, logits=0, total=0)
     for placed in pieces:
         load = placed.load

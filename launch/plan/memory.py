@@ -22,7 +22,7 @@ from core.pipeline.schedule import make_schedule
 from core.state.box import ends
 from launch.plan.load import Moment, PartLoad, PlacedPiece, part_load
 from launch.plan.pieces import RankPieces, Traces
-from launch.plan.resident import Resident, fsdp, held_names, zero1
+from launch.plan.resident import Resident, fsdp, gathers_of, held_names, zero1
 from launch.plan.result import MemoryParts, RankMemory
 from launch.plan.trace import FLOATS
 
@@ -105,9 +105,12 @@ class MemoryPlanner:
 
     def _resident(self, place: _Place, pieces: RankPieces, rank: int) -> Resident:
         run = place.run
-        named = held_names(place.parts(rank), pieces.experts.entries, pieces.numbers, run.model.tied_embeddings)
-        rule = fsdp if run.parallel.sharding == "fsdp" else zero1
-        return rule(named, place.groups(rank), FLOATS[run.precision.compute], run.precision)
+        parts, tied, dtype = place.parts(rank), run.model.tied_embeddings, FLOATS[run.precision.compute]
+        named = held_names(parts, pieces.experts.entries, pieces.numbers, tied)
+        if run.parallel.sharding == "zero1":
+            return zero1(named, place.groups(rank), dtype, run.precision)
+        gathers = gathers_of(parts, tied, len(run.model.mtp_layers()))
+        return fsdp(named, place.groups(rank), dtype, run.precision, gathers)
 
 
 def _parts(place: _Place, pieces: RankPieces, rank: int, *, hot: bool) -> tuple[PartLoad, ...]:

@@ -97,11 +97,8 @@ class RankPieces:
             found.append(self._layer(self.numbers[i], own_input=bool(found)))
             if i == len(self.run.model.layers) - 1:
                 found.append(PlacedTrace(trace=self.final_norm, own_input=True))
-        last = self.numbers[-1]
         for _ in part.ahead:
-            found.append(PlacedTrace(trace=self.around_ahead, own_input=bool(found)))
-            # Its input is kept by what stands around it.
-            found.append(self._layer(last, own_input=False))
+            found += self._ahead(own_input=bool(found))
         if part.loss:
             found.append(PlacedTrace(trace=self.shared.loss, own_input=bool(found), loss=True))
         return found
@@ -134,16 +131,29 @@ class RankPieces:
             axis: (there - layer.sent.get(axis, (0, 0))[0], back - layer.sent.get(axis, (0, 0))[1])
             for axis, (there, back) in whole.sent.items()
         }
-        own = tuple(piece for piece in whole.kept if ".layer" not in piece.module)
+        own = [piece for piece in whole.kept if ".layer" not in piece.module]
+        if whole.kept_bytes > layer.kept_bytes + sum(piece.num_bytes for piece in own):
+            # Its last norm keeps what the layer has made.
+            own.append([piece for piece in whole.kept if piece.module.endswith(".layer")][-1])
         inside = whole.kept_bytes - sum(piece.num_bytes for piece in own)
         return replace(
             whole,
-            kept=own,
+            kept=tuple(own),
             late=whole.late - layer.late,
             forward_peak=whole.forward_peak - inside,
             backward_peak=whole.backward_peak - inside,
             sent=sent,
         )
+
+    def _ahead(self, *, own_input: bool) -> list[PlacedTrace]:
+        """A prediction module: what stands around its layer, and that. Where all of it is made again it is one piece."""
+        if "full" in self.run.memory.recompute:
+            return [PlacedTrace(trace=self.experts.ahead, own_input=own_input)]
+        # The layer's input is kept by what stands around it.
+        return [
+            PlacedTrace(trace=self.around_ahead, own_input=own_input),
+            self._layer(self.numbers[-1], own_input=False),
+        ]
 
     def _layer(self, kind: int, *, own_input: bool) -> PlacedTrace:
         if isinstance(self.kinds[kind].mlp, Dense):

@@ -104,8 +104,17 @@ def zero1(named: Sequence[Named], groups: Groups, dtype: torch.dtype, precision:
     )
 
 
-def fsdp(named: Sequence[Named], groups: Groups, dtype: torch.dtype, precision: PrecisionConfig) -> Resident:
-    """As `core.optim.fsdp.shard` and `core.optim.shards.FullyShardedOptimizer` allocate it: shards in float32, which are the masters."""
+def fsdp(
+    named: Sequence[Named],
+    groups: Groups,
+    dtype: torch.dtype,
+    precision: PrecisionConfig,
+    gathers: Mapping[str, int],
+) -> Resident:
+    """As `core.optim.fsdp.shard` and `core.optim.shards.FullyShardedOptimizer` allocate it: shards in float32, which are the masters.
+
+    gathers: how often a microbatch gathers the embedding and the head; all else is gathered forward and backward, once each.
+    """
     assert groups.shards is not None, "these groups are not for sharding=fsdp"
     trained, buffers = _split(named)
     main, parameters = main_dtype(dtype), buffers
@@ -114,13 +123,14 @@ def fsdp(named: Sequence[Named], groups: Groups, dtype: torch.dtype, precision: 
     by_unit: dict[str, int] = {}
     for name, entry in trained.items():
         group = _shard_group(name, entry, groups)
-        shards[name], padded = _shard(entry, group.size)
+        shards[name], padded = _shard(entry, group)
         sharded = group.size > 1
         parameters += padded * main.itemsize if sharded else shards[name] * dtype.itemsize
         if sharded:
             units.setdefault(_unit(name), []).append(padded * group.size)
-            # Gathered for the forward and again for the backward, and its gradient summed in the dtype of masters.
-            once = (group.size - 1) * padded * (2 * dtype.itemsize + main.itemsize)
+            # Its gradient is summed in the dtype of masters.
+            times = gathers.get(_unit(name), 2)
+            once = (group.size - 1) * padded * (times * dtype.itemsize + main.itemsize)
             by_unit[group.axis] = by_unit.get(group.axis, 0) + once
     gradients, sent = _copies_of_shards(trained, shards, groups, main, precision)
     optimizer = 0
@@ -188,17 +198,28 @@ def _shard_group(name: str, entry: Entry, groups: Groups) -> Group:
     return groups.shards.expert if entry.spec.replicas == "expert" else groups.shards.dense
 
 
-def _shard(entry: Entry, ranks: int) -> tuple[int, int]:
-    """The elements of the first rank's shard, and those of the largest, to which torch pads all."""
+def _shard(entry: Entry, group: Group) -> tuple[int, int]:
+    """The elements of my shard, and those of the largest, to which torch pads all."""
     shape = tuple(entry.tensor.shape)
-    if ranks == 1 or not shape:
+    if group.size == 1 or not shape:
         return entry.tensor.numel(), entry.tensor.numel()
-    size = shape[0]
-    even = -(-size // ranks) * ranks <= MOST_PADDING * size
-    cut = 0 if even else next((d for d, n in enumerate(shape) if n % ranks == 0), 0)
+    even = -(-shape[0] // group.size) * group.size <= MOST_PADDING * shape[0]
+    cut = 0 if even else next((d for d, n in enumerate(shape) if n % group.size == 0), 0)
     others = entry.tensor.numel() // max(1, shape[cut])
-    largest = -(-shape[cut] // ranks)
-    return min(largest, shape[cut]) * others, largest * others
+    largest = -(-shape[cut] // group.size)
+    mine = min(largest, max(0, shape[cut] - group.position * largest))
+    return mine * others, largest * others
+
+
+def gathers_of(parts: Sequence[Part], tied: bool, depth: int) -> dict[str, int]:
+    """How often one microbatch gathers embedding and head under FSDP: each use is a gather, and one more in its backward, which an
+    embedding alone can do without."""
+    embeds = sum(part.embedding + len(part.ahead) for part in parts)
+    losses = sum(part.loss for part in parts) * (1 + depth)
+    if tied:
+        return {"embedding": 2 * (embeds + losses)}
+    heads = any(part.loss for part in parts)
+    return {"embedding": embeds if heads else 2 * embeds, "head": 2 * losses}
 
 
 def _unit(name: str) -> str:

@@ -95,6 +95,12 @@ def kinds_of(model: ModelConfig) -> tuple[Layer, ...]:
     return tuple(dict.fromkeys(model.layers))
 
 
+def kinds_by_path(model: ModelConfig) -> dict[str, str]:
+    """For every layer by canonical name the first that is like it, by its place among `kinds_of`."""
+    kinds = {layer: f"layers.{kind}" for kind, layer in enumerate(kinds_of(model))}
+    return {path: kinds[layer] for path, layer in model.all_layers()}
+
+
 def setting_of(run: RunConfig, rank: int, *, hot: bool = False) -> Setting:
     """What the traces of a run's rank depend on."""
     p, model = run.parallel, run.model
@@ -152,6 +158,18 @@ class HotRank:
         if moe.top_k > hot:
             found.append(others[_dealt(mine_T, moe.top_k - hot, len(others))])
         return torch.cat(found, dim=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alike:
+    """A workload in which all layers of a kind are dealt the same experts. kinds: by every layer, the one that it is like."""
+
+    workload: Workload
+    kinds: Mapping[str, str]
+
+    def of(self, layer: str, mine_T: Tensor) -> Tensor:
+        """As the workload's for the layer's kind."""
+        return self.workload.of(self.kinds[layer], mine_T)
 
 
 def _dealt(tokens_T: Tensor, taken: int, pool: int) -> Tensor:
@@ -240,13 +258,13 @@ def trace_part(stage: Stage, chunk: int, batch: TokenBatch, meter: Meter) -> Pie
     before = Counter(meter.sent_bytes)
     try:
         with watch.watching():
-            received, mark = _received(stage, chunk, batch, watch)
+            leaf, received, mark = _received(stage, chunk, batch, watch)
             edges, shapes, out_bytes = _forward(stage, chunk, batch, received)
             del received
             middle, forward_peak = Counter(meter.sent_bytes), watch.peak
             kept, keeps_input = tuple(watch.pieces()), mark is not None and watch.holds(mark)
             watch.reset_peak()
-            late = _backward(stage, edges, shapes, watch)
+            late = _backward(stage, edges, shapes, watch, leaf)
     finally:
         end()
     sent = _by_axis(middle - before), _by_axis(Counter(meter.sent_bytes) - middle)
@@ -267,16 +285,18 @@ _Edges = list[GradientEdge]
 _Shapes = list[tuple[torch.Size, torch.dtype, torch.device]]
 
 
-def _received(stage: Stage, chunk: int, batch: TokenBatch, watch: Watch) -> tuple[Tensor | None, int | None]:
-    """What the part receives, and its memory's identity. No leaf: autograd would hold one whether it is needed or not."""
+def _received(
+    stage: Stage, chunk: int, batch: TokenBatch, watch: Watch
+) -> tuple[Tensor | None, Tensor | None, int | None]:
+    """A leaf, what the part receives, and the identity of its memory. Not the leaf itself, which autograd would hold in any case."""
     if stage.parts[chunk].embedding:
-        return None, None
+        return None, None, None
     shape = stage.received_shape(chunk, batch, "training")
     leaf = torch.zeros(shape, dtype=stage.place.dtype, device=stage.place.device, requires_grad=True)
     watch.ignore([leaf])
     received = leaf.clone()
     watch.ignore([received])
-    return received, id(received.untyped_storage())
+    return leaf, received, id(received.untyped_storage())
 
 
 def _forward(stage: Stage, chunk: int, batch: TokenBatch, received: Tensor | None) -> tuple[_Edges, _Shapes, int]:
@@ -287,8 +307,8 @@ def _forward(stage: Stage, chunk: int, batch: TokenBatch, received: Tensor | Non
     return [get_gradient_edge(root) for root in roots], [(r.shape, r.dtype, r.device) for r in roots], out_bytes
 
 
-def _backward(stage: Stage, edges: _Edges, shapes: _Shapes, watch: Watch) -> int:
-    """Run it; what is left to wait for the weights' gradients, where those are put off."""
+def _backward(stage: Stage, edges: _Edges, shapes: _Shapes, watch: Watch, leaf: Tensor | None) -> int:
+    """Run it; what is left to wait for the weights' gradients, where those are put off, without the gradient of the leaf."""
     gradients = [torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in shapes]
     later = stage.place.later
     if later is not None:
@@ -299,6 +319,8 @@ def _backward(stage: Stage, edges: _Edges, shapes: _Shapes, watch: Watch) -> int
     if later is None:
         return 0
     later.collecting = False
+    if leaf is not None:
+        leaf.grad = None
     waiting = watch.current
     for add in later.take():
         add()
@@ -326,7 +348,8 @@ def _batch(setting: Setting, groups: Groups) -> TokenBatch:
         held = {path: experts_per_rank(moe.experts, groups.ep) for path, moe in layers.items()}
         prescribed = HotRank(layers=layers, first=groups.ep.position, held=held)
     else:
-        prescribed = Workload(name="balanced", seed=0, step=0, first=0, layers=layers, ep=parallel.ep)
+        workload = Workload(name="balanced", seed=0, step=0, first=0, layers=layers, ep=parallel.ep)
+        prescribed = Alike(workload=workload, kinds=kinds_by_path(setting.model))
     return TokenBatch(tokens=ids, labels=ids, packing=packing, prescribed=prescribed)
 
 

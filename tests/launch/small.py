@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+from launch.backends.protocol import Job, State
+
 # A DeepSeek-V3 of a few thousand parameters: latent attention, groups, expert bias, a shared expert, prediction ahead.
 SMALL = (
     "model.hidden=16",
@@ -28,6 +30,19 @@ SMALL = (
     "train.eval_sequences=4",
     "checkpoint.interval=15",
 )
+
+
+class RunsHere:
+    """What the tests' own back ends share: nothing is submitted, nothing refused."""
+
+    def refuse(self, job: Job) -> None: ...
+
+    def script(self, job: Job) -> None: ...
+
+    def state(self, job: str) -> State:
+        raise AssertionError("nobody asks")
+
+    def stop(self, job: str) -> None: ...
 
 
 def write_corpus(folder: Path) -> Path:

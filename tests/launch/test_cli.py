@@ -15,10 +15,11 @@ from core.parallel.groups import one_rank
 from core.state.box import whole
 from core.state.sharded import ShardedTensor
 from core.training.metrics import MetricsWriter, StepMetrics
-from launch.backends.protocol import Job, JobError, Outcome, State
+from launch.backends.protocol import Job, JobError, Outcome
 from launch.cli import main
 from launch.folder import read_run
 from launch.start import Start, start
+from tests.launch.small import RunsHere
 
 TEXT = "the cat sat on the mat and the dog ran after the cat\n"
 
@@ -101,20 +102,11 @@ def test_a_dry_run_starts_and_writes_nothing(
     assert not list(tmp_path.iterdir())
 
 
-class FakeBackend:
+class FakeBackend(RunsHere):
     """Writes `steps` lines of metrics instead of training, then ends as told."""
 
     def __init__(self, steps: int, ended: str = "finished") -> None:
         self.steps, self.ended, self.jobs = steps, ended, list[Job]()
-
-    def refuse(self, job: Job) -> None: ...
-
-    def script(self, job: Job) -> None: ...
-
-    def state(self, job: str) -> State:
-        raise AssertionError("nobody asks")
-
-    def stop(self, job: str) -> None: ...
 
     def start(self, job: Job) -> Outcome:
         self.jobs.append(job)

@@ -47,7 +47,7 @@ from launch.request import Request, new_run
 from launch.start import Start, start
 from launch.worker import StopFlag, sample, train
 from tests.ckpt.dense_models import dense_model
-from tests.launch.small import write_corpus
+from tests.launch.small import RunsHere, write_corpus
 from tests.ranks import Ranks
 
 VOCAB = 300
@@ -78,7 +78,7 @@ SETTINGS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnRanks:
+class OnRanks(RunsHere):
     """A back end that trains on the ranks of the test suite."""
 
     ranks: Ranks
@@ -88,7 +88,7 @@ class OnRanks:
         return Outcome(ended="finished")
 
 
-class NeverStarted:
+class NeverStarted(RunsHere):
     """A back end that must not be reached."""
 
     def start(self, job: Launched) -> Outcome:
@@ -149,6 +149,7 @@ def asked(
         dry_run=False,
         options={**given, **options},
         init=None if init is None else str(init),
+        yes=True,
     )
 
 

@@ -145,7 +145,9 @@ def test_the_command_starts_a_spread_run_and_resumes_it_spread_otherwise(
     settings = [argument for text in (*SETTINGS, "parallel.tp=2") for argument in ("--set", text)]
     launch(out, "--data", str(tokens.folder), "--steps", "2", *settings)
     other = ("parallel.tp=1", "parallel.pp=2", "parallel.layout=Et|tt|m|L", "parallel.schedule=zero_bubble")
-    launch(out, "--resume", "--steps", str(STEPS), *[argument for text in other for argument in ("--set", text)])
+    launch(
+        out, "--resume", "--yes", "--steps", str(STEPS), *[argument for text in other for argument in ("--set", text)]
+    )
     check_same(out, alone)
     assert (out / "report.html").stat().st_size > 10_000
 

@@ -112,9 +112,11 @@ class _Clock:
 
     def advance(self, rank: int) -> bool:
         """Do what `rank` can do until it waits for something that is not sent yet; whether it could do anything."""
-        timed = self.timed[rank]
+        timed, actions = self.timed[rank], self.schedule.ranks[rank]
         begun = len(timed)
-        for action in self.schedule.ranks[rank][begun:]:
+        # by place, not of a slice: a rank waits about once for every microbatch, and has thousands of actions left
+        for place in range(begun, len(actions)):
+            action = actions[place]
             end = self._end(action, rank)
             if end is None:
                 break

@@ -89,7 +89,8 @@ def main() -> None:
     _end_with_the_launcher()
     try:
         with _world(out):
-            train(out, flag)
+            end = train(out, flag)
+            _note_end(out, rank, end)
     except BaseException as caught:
         error = _explained(caught, out)
         _leave_word(out, rank, error)
@@ -98,8 +99,8 @@ def main() -> None:
         os._exit(error.exit_code if isinstance(error, ZooError) else 1)
 
 
-def train(out: Path, flag: StopFlag) -> None:
-    """Train the run in `out` on this rank of the initialised world, from its newest checkpoint if it has one."""
+def train(out: Path, flag: StopFlag) -> Progress:
+    """Train the run in `out` on this rank of the initialised world, from its newest checkpoint if it has one; how far it came."""
     file = read_run(out)
     run, groups, device = file.run, _groups(file.run), _device(file.run)
     if device.type == "cpu":
@@ -152,15 +153,9 @@ def train(out: Path, flag: StopFlag) -> None:
         if recorder is not None:
             recorder.end(saver.finished())
     optimizer.wait_all()
-    _note_end(out, end.step, run.train.steps)
     if end.step >= run.train.steps:
         sampler.take("after")
-
-
-def _note_end(out: Path, step: int, steps: int) -> None:
-    """Tell this node's launcher how far the run came: it may have been stopped by what only another node was told."""
-    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        write_json(out / ENDS_FOLDER / f"rank{os.environ.get('RANK', '0')}.json", {"step": step, "steps": steps})
+    return end
 
 
 def sample(run: Path, prompt: str, tokens: int, temperature: float, seed: int) -> str:
@@ -353,6 +348,13 @@ def _world(out: Path) -> Iterator[None]:
     dist.init_process_group(backend)
     yield
     dist.destroy_process_group()
+
+
+def _note_end(out: Path, rank: int, end: Progress) -> None:
+    """Tell this node's launcher how far the run came: it may have been stopped by what only another node was told."""
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        steps = read_run(out).run.train.steps
+        write_json(out / ENDS_FOLDER / f"rank{rank}.json", {"step": end.step, "steps": steps})
 
 
 def _explained(error: BaseException, out: Path) -> BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -18,7 +19,7 @@ from core.config.architecture import (
     Sinkhorn,
     SquaredReLU,
 )
-from core.config.mapping import ParallelConfig
+from core.config.mapping import PACKAGES, DispatcherName, ParallelConfig
 from core.config.memory import MemoryConfig, RecomputeName
 from core.moe.replay import RouterReplay, moe_layers
 from core.moe.router import Router as RouterModule
@@ -29,6 +30,7 @@ from core.training.evaluate import validation_loss
 from core.training.replay import Recording, replayed
 from core.training.step import StepResult, train_step
 from core.transformer.stage import Stage, build_model
+from tests.core.moe.kernel_package import installed
 from tests.core.tiny import GLOBAL_LOSS, PLAIN, Case, Trained, deepseek, microbatches, mixtral, train, train_all
 from tests.core.training.mappings import dropping, label, wide_deepseek, wide_mixtral, wide_qwen3
 from tests.ranks import Ranks
@@ -135,6 +137,21 @@ def test_a_step_is_bitwise_the_same_under_a_mapping(
     replicas = world // (parallel.tp * parallel.cp * parallel.pp)
     case = Case(model=WIDE[name], parallel=parallel, microbatch=4 // replicas, steps=1)
     on_ranks(ranks, world, case, MOST)
+
+
+def train_by_package(rank: int, world: int, cases: Sequence[Case]) -> list[Trained]:
+    with installed():
+        return train_all(rank, world, cases)
+
+
+@pytest.mark.parametrize("dispatcher", PACKAGES)
+def test_a_package_that_dispatches_does_so_again(ranks: Ranks, dispatcher: DispatcherName) -> None:
+    """On stand-ins of the packages' interfaces."""
+    case = Case(model=wide_mixtral(), parallel=ParallelConfig(ep=2, dispatcher=dispatcher), microbatch=2, steps=1)
+    ways = [case, *(with_names(case, names) for names in (("moe",), ("full",), ("layernorm",)))]
+    for plain, *others in ranks.run(train_by_package, 2, ways, timeout_seconds=60.0):
+        for found in others:
+            same(found, plain)
 
 
 def test_a_combined_schedule_computes_parts_again_beside_another_forward(ranks: Ranks) -> None:

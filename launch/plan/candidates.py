@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import TypeVar
 
@@ -35,6 +35,14 @@ class Setup:
     precision: PrecisionConfig
     memory: MemoryConfig
     execution: ExecutionConfig
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Counted once: a search looks a set-up up a hundred times."""
+        return hash((self.parallel, self.microbatch, self.precision, self.memory, self.execution))
 
     def on(self, run: RunConfig, gpus: int) -> RunConfig:
         """The run with this set-up on so many GPUs."""

@@ -75,6 +75,7 @@ class QuickMemory:
         known = {layer: kind for kind, layer in enumerate(self.kinds)}
         self.numbers = tuple(known[layer] for layer in run.model.layers)
         self._pieces: dict[tuple[ParallelConfig, RecomputeName | None], dict[str, PieceTrace]] = {}
+        self._turns: dict[ParallelConfig, int] = {}
         self._loads: dict[tuple[object, ...], dict[str, Load]] = {}
         self._elements: dict[int, dict[str, Elements]] = {}
 
@@ -85,10 +86,10 @@ class QuickMemory:
         microbatches = max(1, run.train.global_batch // (run.train.microbatch * replicas))
         if p.schedule != "gpipe":
             microbatches = min(microbatches, ENOUGH * p.pp)
-        found = []
+        found, made = [], self._parts(run, layout.parts)
         for rank in range(p.pp):
             parts = layout.parts_of(rank)
-            loads = [self._part(run, part, layout.parts) for part in parts]
+            loads = [made[part] for part in parts]
             states = states_of(p.schedule, p.pp, layout.virtual, microbatches, rank)
             fullest = max(states, key=lambda state: sum(_bytes(state, loads)))
             memory = self._memory(run, parts, _bytes(fullest, loads))
@@ -110,9 +111,11 @@ class QuickMemory:
             for part in effective(memory.recompute):
                 before, after = self._traced(like, None), self._traced(like, part)
                 for name, load in found.items():
+                    if name not in after:
+                        continue
                     low, high = (load_of(each[name], precision, memory) for each in (before, after))
                     found[name] = _not_negative(load.plus(high, low, own.tp / p.tp))
-                if part == "full" and "ahead" in found:
+                if "ahead and its layer" in after:
                     # A prediction module is then made again as a whole: one piece.
                     whole = load_of(after["ahead and its layer"], precision, memory)
                     found["ahead and its layer"] = whole.plus(
@@ -127,21 +130,31 @@ class QuickMemory:
 
     def turns(self, p: ParallelConfig) -> int:
         """Bytes of the angles of rotary embeddings, likewise."""
-        return self._at(p, ()).shared.turn_bytes
+        self._traced(p, None)
+        return self._turns[self._traceable(p)]
 
-    def _part(self, run: RunConfig, part: Part, parts: Sequence[Part]) -> PartLoad:
+    def _parts(self, run: RunConfig, parts: Sequence[Part]) -> dict[Part, PartLoad]:
+        """Every stage; those that hold as much of everything are counted once."""
         p, sequences = run.parallel, run.train.microbatch
-        loads, stream = self.loads(run), self.stream(p) * sequences
-        placed = [
-            PlacedPiece(load=_times(loads[name], sequences), own_input=own, loss=name == "loss")
-            for name, own in self.named(part, whole="full" in run.memory.recompute)
-        ]
-        at = parts.index(part)
-        before = 1 + sum(len(each.ahead) for each in parts[:at])
-        turns = self.turns(p) * sequences if part.layers or part.ahead else 0
-        received = 0 if part.embedding else before * stream
-        out = 0 if part.loss else (before + len(part.ahead)) * stream
-        return part_load(placed, received=received, out=out, shared=turns)
+        loads = {name: _times(load, sequences) for name, load in self.loads(run).items()}
+        stream, turns = self.stream(p) * sequences, self.turns(p) * sequences
+        whole = "full" in run.memory.recompute
+        known: dict[tuple[object, ...], PartLoad] = {}
+        found, before = {}, 1
+        for part in parts:
+            names = tuple(self.named(part, whole=whole))
+            key = (names, before, len(part.ahead), part.embedding, part.loss)
+            if key not in known:
+                placed = [PlacedPiece(load=loads[name], own_input=own, loss=name == "loss") for name, own in names]
+                known[key] = part_load(
+                    placed,
+                    received=0 if part.embedding else before * stream,
+                    out=0 if part.loss else (before + len(part.ahead)) * stream,
+                    shared=turns if part.layers or part.ahead else 0,
+                )
+            found[part] = known[key]
+            before += len(part.ahead)
+        return found
 
     def named(self, part: Part, *, whole: bool) -> Iterator[tuple[str, bool]]:
         """The pieces of a stage by name, and whether their input is memory of their own. whole: prediction modules are one piece."""
@@ -162,23 +175,23 @@ class QuickMemory:
             yield "loss", part.embedding or count > 0
 
     def _traced(self, p: ParallelConfig, recompute: RecomputeName | None) -> dict[str, PieceTrace]:
-        """Every piece by name, with one recomputed part or none."""
+        """Every piece by name; with one recomputed part, those that it may change."""
         key = (self._traceable(p), recompute)
         if key not in self._pieces:
             pieces = self._at(p, (recompute,) if recompute else ())
-            found = {
-                "embedding": pieces.shared.embedding,
-                "loss": pieces.shared.loss,
-                "final norm": pieces.final_norm,
-            }
+            found = {}
             for kind, layer in enumerate(self.kinds):
                 tracer = pieces.experts if isinstance(layer.mlp, MoE) else pieces.shared
                 found[f"layer {kind}"] = tracer.layer(kind, final=False)
-            if self._run.model.predict_ahead:
+            if recompute is None:
+                found |= {"embedding": pieces.shared.embedding, "loss": pieces.shared.loss}
+                found["final norm"] = pieces.final_norm
+            if self._run.model.predict_ahead and recompute == "full":
+                found["ahead and its layer"] = pieces.experts.ahead
+            elif self._run.model.predict_ahead and recompute in (None, "layernorm"):
                 found["ahead"] = pieces.around_ahead
-                if recompute == "full":
-                    found["ahead and its layer"] = pieces.experts.ahead
             self._pieces[key] = found
+            self._turns[key[0]] = pieces.shared.turn_bytes
         return self._pieces[key]
 
     def _at(self, p: ParallelConfig, recompute: tuple[RecomputeName, ...]) -> RankPieces:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Protocol
 
 from core.check import check
@@ -18,15 +19,15 @@ from core.check.built import not_built
 from core.config.override import settings
 from core.config.run import RunConfig
 from core.errors import RequestError
-from launch.plan.bounds import Bound, Bounds
+from launch.plan.bounds import AGAIN, Bound, Bounds
 from launch.plan.candidates import Setup, mappings, setup_of
 from launch.plan.found import Found, Loser, SearchResult, gib
 from launch.plan.options import Move, memory_moves, time_moves, undo_moves
 from launch.plan.result import AxisTraffic, RankMemory, StepTime
 from launch.profiles import Profile, find_profile
 
-PRICED = 120
-IMPROVED = 24
+PRICED = 64
+IMPROVED = 12
 # Ways to spread the layers of one mapping that are followed.
 LAYOUTS = 3
 SHOWN = 6
@@ -188,21 +189,47 @@ class _Search:
         return sorted(kept, key=lambda each: (each[0].seconds, each[1].mapping, each[1].parallel.layout or ""))
 
     def _shortest(self, kept: list[tuple[Bound, Setup]]) -> list[Setup]:
-        """Phase two: those whose step is shortest, by closed forms first and by the plan's own model then."""
+        """Phase two: those whose step is shortest, by closed forms first and by the plan's own model then, with what they have to
+        compute again to fit."""
+        longer: dict[Setup, float] = {}
         asked = list(kept)
-        chosen: list[Setup] = []
-        while asked and len(chosen) < PRICED:
+        while asked and len(longer) < PRICED:
             bound, setup = asked.pop(0)
-            if self._allowed(setup):
-                chosen.append(setup)
-            else:
+            if not self._allowed(setup):
                 self._lose(setup, 2, self._illegal(setup))
+                continue
+            again = self._again(setup)
+            if again > 1:
+                reason = f"does not fit: {gib(self._prices.bytes(self._leanest(setup)))} of {gib(self._prices.capacity)} with every option"
+                self._lose(setup, 1, reason)
+            else:
+                longer[setup] = self._prices.seconds(setup) + AGAIN * again * bound.walls["products"]
         for bound, setup in asked:
             self._lose(setup, 2, self._bound_reason(setup, bound, kept[0][0]))
-        chosen.sort(key=lambda each: (self._prices.seconds(each), each.mapping))
+        chosen = sorted(longer, key=lambda each: (longer[each], each.mapping))
         shortest, others = _diverse(chosen, LAYOUTS)
         self._losers += [self._slower(setup, chosen[0], phase=2) for setup in others]
         return shortest
+
+    def _again(self, setup: Setup) -> float:
+        """Which share of the activations has to be computed again to fit with the smallest states; above 1 where nothing helps."""
+        prices, lean = self._prices, self._leanest(setup)
+        usual = replace(lean, memory=replace(lean.memory, recompute=setup.memory.recompute))
+        over, freed = prices.bytes(usual) - prices.capacity, prices.bytes(usual) - prices.bytes(lean)
+        return 0.0 if over <= 0 else over / freed if freed > 0 else inf
+
+    def _leanest(self, setup: Setup) -> Setup:
+        """The set-up with every option that leaves memory free for little, and all layers computed again."""
+        fixed = self._fixed
+        for move in memory_moves(setup, self._run):
+            last = move.key in ("memory.recompute", "memory.offload") or (
+                self._buildable_only and move.key != "memory.recompute"
+            )
+            if move.key not in fixed and not last:
+                setup = move.apply(setup)
+        if "memory.recompute" in fixed:
+            return setup
+        return replace(setup, memory=replace(setup.memory, recompute=("full",), offload=()))
 
     def _plain(self) -> RunConfig:
         """The run without the options that cost time or were chosen for its own mapping, save those that are fixed."""
@@ -246,7 +273,10 @@ class _Search:
                 best = min(found, key=self._order)
                 self._losers.append(self._slower(lead.setup, best.setup, even=True))
                 continue
-            fitted = self._smaller(lead)
+            # What hides exchanges wants memory and most of each layer kept: it may be what is in the way.
+            fitted = self._smaller(lead, last=lead.setup == plain.setup)
+            if fitted is None and lead.setup != plain.setup:
+                fitted = self._smaller(plain, last=True)
             if fitted is not None and all(each.setup != fitted.setup for each in found):
                 found.append(fitted)
         return found
@@ -259,8 +289,11 @@ class _Search:
             best[kind] = min(seconds, best.get(kind, seconds))
         return sorted(best.values())[SHOWN - 1] if len(best) >= SHOWN else float("inf")
 
-    def _smaller(self, lead: _Lead) -> _Lead | None:
-        """The mapping with as many options as make it fit, those that free most for their time first; None where none does."""
+    def _smaller(self, lead: _Lead, *, last: bool) -> _Lead | None:
+        """The mapping with as many options as make it fit, those that free most for their time first; None where none does.
+
+        last: whether it has then lost.
+        """
         prices = self._prices
         if not prices.fits(lead.setup):
             for move in self._by_worth(lead.setup):
@@ -270,6 +303,8 @@ class _Search:
                 lead = self._stepped(lead, move, moved)
                 if prices.fits(lead.setup):
                     break
+        if not prices.fits(lead.setup) and not last:
+            return None
         if not prices.fits(lead.setup):
             tried = ", ".join(_options(lead.setup)) or "no option"
             reason = f"does not fit: {gib(prices.bytes(lead.setup))} of {gib(prices.capacity)}, with {tried}"

@@ -59,7 +59,7 @@ def recipe_bytes(piece: Piece, precision: PrecisionConfig) -> int:
     One byte an element, half a byte of four bits, and the scales: one byte in 32 (mxfp8), four in 128 (blockwise), one in 16 (nvfp4).
     What attention or a norm needs, and all of router, head and embedding, stays in the format it is computed in.
     """
-    inside = ".attention" in piece.module or ".mlp" in piece.module or piece.module.endswith("_norm")
+    inside = piece.module.startswith(("layers.", "mtp."))
     plain = precision.recipe is None or not piece.in_product or piece.of_attention != ""
     if plain or piece.dtype != torch.bfloat16 or not inside or ".router" in piece.module:
         return piece.num_bytes
@@ -70,16 +70,20 @@ def recipe_bytes(piece: Piece, precision: PrecisionConfig) -> int:
 
 def _offloaded(piece: Piece, names: Sequence[OffloadName]) -> bool:
     """Whether a kept piece is the input of a part that is named; the input of the first norm is that of the whole layer."""
-    module, last = piece.module, piece.module.rpartition(".")[2]
+    words = piece.module.split(".")
+    # A layer takes what no module of its own takes: the sum behind attention, and rows on their way to the experts.
+    layer, last = len(words) == 2 and words[0] == "layers", words[-1]
     found: OffloadName | None = None
-    if piece.of_attention == "operand":
+    if not piece.dtype.is_floating_point or piece.shape[-1:] == (1,):
+        found = None
+    elif piece.of_attention == "operand":
         found = "core_attn"
     elif last == "attention" and piece.in_product:
         found = "attn_proj"
-    elif module.startswith("layers.") and module.count(".") == 1:
-        found = "mlp_norm"
-    elif last == "mlp" and piece.in_product:
+    elif (layer or last == "mlp") and piece.in_product:
         found = "expert_fc1"
+    elif layer:
+        found = "mlp_norm"
     elif last == "experts" and not piece.in_product:
         found = "moe_act"
     return found is not None and found in names

@@ -51,25 +51,25 @@ class MemoryPlanner:
 
     def of(self, run: RunConfig) -> tuple[RankMemory, ...]:
         """As `plan_memory`."""
-        place = _Place(run=run)
+        place = Place(run=run)
         return tuple(self._rank(place, rank) for rank in place.fullest_ranks())
 
     def rank(self, run: RunConfig, rank: int) -> RankMemory:
         """One rank of a run."""
-        return self._rank(_Place(run=run), rank)
+        return self._rank(Place(run=run), rank)
 
     def resident(self, run: RunConfig, rank: int) -> Resident:
         """What one rank holds from step to step."""
-        return self._resident(_Place(run=run), self.traces.of(run, rank), rank)
+        return self._resident(Place(run=run), self.traces.of(run, rank), rank)
 
     def parts(self, run: RunConfig, rank: int, *, hot: bool = False) -> tuple[PartLoad, ...]:
         """What one rank's parts keep and need, by virtual stage. hot: all tokens of the ep group that can come to this rank."""
-        return _parts(_Place(run=run), self.traces.of(run, rank), rank, hot=hot)
+        return _parts(Place(run=run), self.traces.of(run, rank), rank, hot=hot)
 
     def traffic(self, run: RunConfig, rank: int) -> dict[str, int]:
         """What one rank sends in a step, by axis: what its parts send for every microbatch, what travels along the pipeline, and copies
         of parameters and gradients; not the few numbers that a step's report sums up."""
-        place, pieces = _Place(run=run), self.traces.of(run, rank)
+        place, pieces = Place(run=run), self.traces.of(run, rank)
         resident = self._resident(place, pieces, rank)
         sent: dict[str, float] = dict(resident.sent)
         for part in place.parts(rank):
@@ -83,13 +83,13 @@ class MemoryPlanner:
             sent[axis] = sent.get(axis, 0) + count * place.microbatches
         return {axis: round(count) for axis, count in sent.items() if count}
 
-    def _rank(self, place: _Place, rank: int) -> RankMemory:
+    def _rank(self, place: Place, rank: int) -> RankMemory:
         run, pieces = place.run, self.traces.of(place.run, rank)
         resident = self._resident(place, pieces, rank)
         actions = place.actions(rank)
-        balanced = worst = _fullest(actions, _parts(place, pieces, rank, hot=False))
+        balanced = worst = fullest_moment(actions, _parts(place, pieces, rank, hot=False))
         if any(isinstance(layer.mlp, MoE) for layer in pieces.kinds) and run.parallel.ep > 1:
-            worst = _fullest(actions, _parts(place, pieces, rank, hot=True))
+            worst = fullest_moment(actions, _parts(place, pieces, rank, hot=True))
         away = round(resident.optimizer * run.memory.optimizer_offload)
         # One activation is received ahead, and one gradient may not have left yet.
         buffers = 2 * pieces.shared.embedding.stream_bytes if run.parallel.pp > 1 else 0
@@ -103,7 +103,7 @@ class MemoryPlanner:
             on_host=balanced.on_host + away,
         )
 
-    def _resident(self, place: _Place, pieces: RankPieces, rank: int) -> Resident:
+    def _resident(self, place: Place, pieces: RankPieces, rank: int) -> Resident:
         run = place.run
         parts, tied, dtype = place.parts(rank), run.model.tied_embeddings, FLOATS[run.precision.compute]
         named = held_names(parts, pieces.experts.entries, pieces.numbers, tied)
@@ -113,7 +113,7 @@ class MemoryPlanner:
         return fsdp(named, place.groups(rank), dtype, run.precision, gathers)
 
 
-def _parts(place: _Place, pieces: RankPieces, rank: int, *, hot: bool) -> tuple[PartLoad, ...]:
+def _parts(place: Place, pieces: RankPieces, rank: int, *, hot: bool) -> tuple[PartLoad, ...]:
     stream, found = pieces.shared.embedding.stream_bytes, []
     for part in place.parts(rank):
         placed = [
@@ -127,7 +127,7 @@ def _parts(place: _Place, pieces: RankPieces, rank: int, *, hot: bool) -> tuple[
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Place:
+class Place:
     """A run's layout and world, as far as ranks are asked about."""
 
     run: RunConfig
@@ -222,7 +222,7 @@ class _Place:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Fullest:
+class Fullest:
     """The fullest moment of a rank's step, in bytes, and how many forwards then waited, by virtual stage."""
 
     activations: int
@@ -244,7 +244,7 @@ class _Step:
     loads: Sequence[PartLoad]
     waiting: list[int] = field(default_factory=list)
     late: list[int] = field(default_factory=list)
-    best: _Fullest | None = None
+    best: Fullest | None = None
 
     def __post_init__(self) -> None:
         self.waiting, self.late = [0] * len(self.loads), [0] * len(self.loads)
@@ -282,12 +282,12 @@ class _Step:
         for chunk, _ in running:
             in_flight[chunk] += 1
         on_host = sum(n * load.on_host for n, load in zip(in_flight, self.loads, strict=True))
-        self.best = _Fullest(
+        self.best = Fullest(
             activations=activations, logits=logits, working=total, in_flight=tuple(in_flight), on_host=on_host
         )
 
 
-def _fullest(actions: Sequence[Action], loads: Sequence[PartLoad]) -> _Fullest:
+def fullest_moment(actions: Sequence[Action], loads: Sequence[PartLoad]) -> Fullest:
     step = _Step(loads=loads)
     for action in actions:
         step.do(action)
@@ -295,7 +295,7 @@ def _fullest(actions: Sequence[Action], loads: Sequence[PartLoad]) -> _Fullest:
     return step.best
 
 
-def _memory_parts(resident: Resident, fullest: _Fullest, away: int, needs: int) -> MemoryParts:
+def _memory_parts(resident: Resident, fullest: Fullest, away: int, needs: int) -> MemoryParts:
     """away: of the optimizer, in host memory. needs: beside what the schedule keeps and layers need."""
     return MemoryParts(
         parameters=resident.parameters,

@@ -23,8 +23,8 @@ def tiny_run(
     model: str,
     parallel: ParallelConfig,
     ranks: int,
-    memory: MemoryConfig = MemoryConfig(),
-    precision: PrecisionConfig = PrecisionConfig(),
+    memory: MemoryConfig | None = None,
+    precision: PrecisionConfig | None = None,
 ) -> RunConfig:
     """A run of a tiny model over two microbatches a replica."""
     replicas = ranks // (parallel.tp * parallel.cp * parallel.pp)
@@ -38,13 +38,13 @@ def tiny_run(
         train=TrainConfig(steps=1, sequence_tokens=TOKENS, global_batch=2 * replicas, microbatch=1),
         optimizer=OptimizerConfig(learning_rate=1e-3),
         data=DataConfig(),
-        precision=precision,
+        precision=precision or PrecisionConfig(),
         checkpoint=CheckpointConfig(),
-        memory=memory,
+        memory=memory or MemoryConfig(),
     )
 
 
-def deepseek_run(ranks: int = 256, memory: MemoryConfig = MemoryConfig(), **mapping: object) -> RunConfig:
+def deepseek_run(ranks: int = 256, memory: MemoryConfig | None = None, **mapping: object) -> RunConfig:
     """DeepSeek-V3 in bfloat16 as the report's Table 3 has it: 256 ranks, TP 1, PP 4, VPP 4, EP 64; `mapping` changes that."""
     named: dict[str, object] = {"pp": 4, "vpp": 4, "ep": 64, "layout": "Et*4|(tttt|)*14tmL"}
     model = find_family("deepseek_v3").size("671b").model
@@ -60,5 +60,5 @@ def deepseek_run(ranks: int = 256, memory: MemoryConfig = MemoryConfig(), **mapp
         data=DataConfig(),
         precision=PrecisionConfig(compute="bfloat16"),
         checkpoint=CheckpointConfig(),
-        memory=memory,
+        memory=memory or MemoryConfig(),
     )

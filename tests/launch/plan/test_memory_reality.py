@@ -88,7 +88,8 @@ def test_every_rank_holds_keeps_and_sends_what_its_plan_says(
 def test_the_draw_has_met_every_axis_and_choice() -> None:
     runs = list(drawn())
     degrees = [
-        max(value) for value in zip(*((r.parallel.tp, r.parallel.cp, r.parallel.pp, r.parallel.vpp) for r in runs))
+        max(value)
+        for value in zip(*((r.parallel.tp, r.parallel.cp, r.parallel.pp, r.parallel.vpp) for r in runs), strict=True)
     ]
     assert min(degrees) == 2
     assert max(r.parallel.ep for r in runs) == 4 and max(r.parallel.etp for r in runs) == 2

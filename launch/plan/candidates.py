@@ -87,15 +87,15 @@ def mappings(run: RunConfig, gpus: int, profile: Profile, fixed: frozenset[str])
     """
     base, train = setup_of(run), run.train
     plain = Choices(run=run, fixed=fixed)
-    for pp in plain.of("pp", _divisors(gpus, min(MOST["pp"], len(run.model.layers)))):
-        for tp in plain.of("tp", _tensor_degrees(run.model, gpus // pp, profile)):
+    for pp in plain.of("pp", divisors(gpus, min(MOST["pp"], len(run.model.layers)))):
+        for tp in plain.of("tp", tensor_degrees(run.model, gpus // pp, profile)):
             longest = MOST["cp"] if train.sequence_tokens >= WORTH_CUTTING else 1
-            for cp in plain.of("cp", _divisors(gpus // pp // tp or 1, longest)):
+            for cp in plain.of("cp", divisors(gpus // pp // tp or 1, longest)):
                 replicas = gpus // (pp * tp * cp)
                 if not replicas or train.global_batch % replicas:
                     continue
-                for microbatch in plain.microbatches(_divisors(train.global_batch // replicas, MOST["microbatch"])):
-                    for ep in plain.of("ep", _expert_degrees(run.model, gpus // pp)):
+                for microbatch in plain.microbatches(divisors(train.global_batch // replicas, MOST["microbatch"])):
+                    for ep in plain.of("ep", expert_degrees(run.model, gpus // pp)):
                         degrees = {"tp": tp, "cp": cp, "pp": pp, "ep": ep}
                         yield from _with_layouts(plain, base, degrees, microbatch, profile)
 
@@ -157,25 +157,26 @@ class Choices:
         return list(dict.fromkeys(found))
 
 
-def _tensor_degrees(model: ModelConfig, ranks: int, profile: Profile) -> list[int]:
+def tensor_degrees(model: ModelConfig, ranks: int, profile: Profile) -> list[int]:
     """tp that cuts between heads and stays inside a node, or inside the NVLink domain where that is larger."""
     heads = [layer.attention.heads for layer in model.layers]
     key_heads = [a.kv_heads for layer in model.layers if isinstance(a := layer.attention, GQA)]
     within = max(profile.fabric.gpus_per_node, min(profile.fabric.domain, 8)) if profile.fabric else MOST["tp"]
     return [
         tp
-        for tp in _divisors(ranks, min(within, MOST["tp"]))
+        for tp in divisors(ranks, min(within, MOST["tp"]))
         if all(number % tp == 0 for number in heads) and all(k % tp == 0 or tp % k == 0 for k in key_heads)
     ]
 
 
-def _expert_degrees(model: ModelConfig, ranks: int) -> list[int]:
+def expert_degrees(model: ModelConfig, ranks: int) -> list[int]:
     """ep that divides the experts of every layer; 1 in a model without any."""
     experts = [layer.mlp.experts for layer in model.layers if isinstance(layer.mlp, MoE)]
-    return [ep for ep in _divisors(ranks, max(experts, default=1)) if all(number % ep == 0 for number in experts)]
+    return [ep for ep in divisors(ranks, max(experts, default=1)) if all(number % ep == 0 for number in experts)]
 
 
-def _divisors(number: int, most: int) -> list[int]:
+def divisors(number: int, most: int) -> list[int]:
+    """Ascending, up to `most`."""
     return [d for d in range(1, min(number, most) + 1) if number % d == 0]
 
 

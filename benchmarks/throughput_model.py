@@ -26,11 +26,11 @@ from launch.profiles import Profile, find_profile
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
-    """What is fitted. The first eight stand in the profiles: shares of peaks (ultra: how much more of them GB300 and B300 reach, which
-    may draw more power), passes over memory, overlap, and what a host takes.
+    """What is fitted. The first eight stand in the profiles: shares of peaks, how much faster GB300 and B300 compute than other Blackwells
+    by the same figures (ultra: they may draw more power), passes over memory, overlap, and what a host takes.
 
     fused: how many times as fast products in a recipe's format and passes over memory are where experts' products, activation and
-    quantisation are one kernel, and attention where it is FP8. release_*: speed of a release, as a share of 26.04's and later ones'.
+    quantisation are one kernel, and attention where it is FP8. release_*: speed of a release, as a share of 26.04's; 26_06 is 26.08 too.
     """
 
     products: float
@@ -45,6 +45,7 @@ class Constants:
     release_25_11: float
     release_26_02: float
     release_report: float
+    release_26_06: float
 
 
 # Where a fit begins, and what it is drawn to with the weight of a thirtieth of the rows; standard deviations of the logarithm.
@@ -61,6 +62,7 @@ START = Constants(
     release_25_11=0.97,
     release_26_02=0.98,
     release_report=1.0,
+    release_26_06=1.05,
 )
 SPREAD = Constants(
     products=0.3,
@@ -75,12 +77,13 @@ SPREAD = Constants(
     release_25_11=0.05,
     release_26_02=0.05,
     release_report=0.05,
+    release_26_06=0.05,
 )
 # Blackwell Ultra.
 ULTRA = ("gb300", "b300")
 # Of the published software alone: no profile has them.
-FUSED = 1.268
-RELEASES = {"25.11": 0.960, "26.02": 0.981, "report": 1.001}
+FUSED = 1.183
+RELEASES = {"25.11": 0.960, "26.02": 0.982, "report": 0.999, "26.06": 1.057}
 
 
 def shipped() -> Constants:
@@ -100,6 +103,7 @@ def shipped() -> Constants:
         release_25_11=RELEASES["25.11"],
         release_26_02=RELEASES["26.02"],
         release_report=RELEASES["report"],
+        release_26_06=RELEASES["26.06"],
     )
 
 
@@ -112,23 +116,37 @@ def profile_of(row: Row, constants: Constants) -> Profile:
     attention = constants.fused if row.fp8_attention else 1.0
     low = constants.low_products_hopper if row.hardware == "h100" else constants.low_products_blackwell
     ultra = constants.ultra if row.hardware in ULTRA else 1.0
+    near, far = _attention("h100" if row.hardware == "h100" else "gb200")
     changed = replace(
         speeds,
         products=constants.products * ultra,
         low_products=low * fused * ultra,
-        streamed=constants.streamed / fused,
+        streamed=constants.streamed / fused / ultra,
         overlapped=min(constants.overlapped, 1.0),
         launch_seconds=constants.launch_seconds,
         combined_launches=constants.combined_launches,
-        attention=(speeds.attention[0] * attention, speeds.attention[1] * attention),
-        long_attention=(speeds.long_attention[0] * attention, speeds.long_attention[1] * attention),
+        attention=(near[0] * attention * ultra, near[1] * attention * ultra),
+        long_attention=(far[0] * attention * ultra, far[1] * attention * ultra),
     )
     return replace(profile, speeds=changed)
 
 
+def _attention(hardware: str) -> tuple[tuple[float, float], tuple[float, float]]:
+    """The rates of Table 9, which the profile has as they are printed."""
+    speeds = find_profile(hardware).speeds
+    assert speeds is not None, "both have speeds"
+    return speeds.attention, speeds.long_attention
+
+
 def release_speed(row: Row, constants: Constants) -> float:
     """Of the row's software."""
-    speeds = {"25.11": constants.release_25_11, "26.02": constants.release_26_02, "report": constants.release_report}
+    speeds = {
+        "25.11": constants.release_25_11,
+        "26.02": constants.release_26_02,
+        "report": constants.release_report,
+        "26.06": constants.release_26_06,
+        "26.08": constants.release_26_06,
+    }
     return speeds.get(row.release if row.release == "report" else row.release[:5], 1.0)
 
 
@@ -153,20 +171,16 @@ def utilisation(row: Row) -> float:
 
 
 def baseline(fitted: tuple[Row, ...], rows: tuple[Row, ...]) -> list[float]:
-    """Errors of one utilisation for each kind of hardware and precision: the geometric mean of the fitted rows; where none is of both,
-    that of the precision's width and the generation."""
+    """Errors of one utilisation for each kind of hardware and precision: the geometric mean of the fitted rows. Where none is of both,
+    that of the generation and the width, and else of the width alone."""
 
-    def narrow(row: Row) -> object:
-        return row.hardware, row.precision
+    def alike(row: Row) -> list[Row]:
+        narrow = [each for each in fitted if (each.hardware, each.precision) == (row.hardware, row.precision)]
+        width = [each for each in fitted if (each.precision == "bf16") == (row.precision == "bf16")]
+        wide = [each for each in width if (each.hardware == "h100") == (row.hardware == "h100")]
+        return narrow or wide or width
 
-    def wide(row: Row) -> object:
-        return row.hardware == "h100", row.precision == "bf16"
-
-    found = []
-    for row in rows:
-        alike = [each for each in fitted if narrow(each) == narrow(row)] or [e for e in fitted if wide(e) == wide(row)]
-        found.append(exp(mean(log(utilisation(each)) for each in alike)) / utilisation(row) - 1)
-    return found
+    return [exp(mean(log(utilisation(each)) for each in alike(row))) / utilisation(row) - 1 for row in rows]
 
 
 def pairs(rows: tuple[Row, ...]) -> Iterator[tuple[Row, Row]]:

@@ -157,24 +157,32 @@ _A100_FABRIC = Fabric(
 
 # Attention: report Table 9, of DeepSeek-V3.
 _HOPPER_SPEEDS = Speeds(
-    products=0.640,
-    low_products=0.451,
+    products=0.653,
+    low_products=0.453,
     attention=(553 * TFLOPS, 422 * TFLOPS),
     long_attention=(638 * TFLOPS, 523 * TFLOPS),
-    streamed=1.646,
-    overlapped=0.673,
-    launch_seconds=10.3e-3,
-    combined_launches=1.238,
+    streamed=1.778,
+    overlapped=0.683,
+    launch_seconds=10.4e-3,
+    combined_launches=1.229,
 )
 _BLACKWELL_SPEEDS = replace(
     _HOPPER_SPEEDS,
-    low_products=0.622,
+    low_products=0.634,
     attention=(1324 * TFLOPS, 1083 * TFLOPS),
     long_attention=(1698 * TFLOPS, 1298 * TFLOPS),
 )
 
-# GB300 and B300 reach more of the same peaks: 1,400 W instead of 1,200 and 1,000.
-_ULTRA_SPEEDS = replace(_BLACKWELL_SPEEDS, products=0.699, low_products=0.679)
+# GB300 and B300 compute so much faster than the others, by the same figures: 1,400 W instead of 1,200 and 1,000.
+_ULTRA = 1.08
+_ULTRA_SPEEDS = replace(
+    _BLACKWELL_SPEEDS,
+    products=_ULTRA * _BLACKWELL_SPEEDS.products,
+    low_products=_ULTRA * _BLACKWELL_SPEEDS.low_products,
+    attention=(_ULTRA * 1324 * TFLOPS, _ULTRA * 1083 * TFLOPS),
+    long_attention=(_ULTRA * 1698 * TFLOPS, _ULTRA * 1298 * TFLOPS),
+    streamed=_BLACKWELL_SPEEDS.streamed / _ULTRA,
+)
 
 _TABLE_9 = "Attention: report Table 9, at 4,096 and 16,384 tokens."
 _TABLE_7 = (

@@ -188,9 +188,12 @@ def met(moe: MoE, units: int) -> float:
     """
     experts, k, groups = moe.experts, moe.top_k, moe.router.groups
     unit = experts // units
-    if groups is None or not isinstance(moe.router.selection, TopK):
+    group = experts if groups is None else experts // groups.total
+    crossing = bool(
+        group % unit and unit % group
+    )  # parts that begin inside one group and end inside another: as without groups
+    if groups is None or crossing or not isinstance(moe.router.selection, TopK):
         return 1 - comb(experts - unit, k) / comb(experts, k)
-    group = experts // groups.total
     pool = groups.kept * group
     if unit <= group:
         return groups.kept / groups.total * (1 - comb(pool - unit, k) / comb(pool, k))

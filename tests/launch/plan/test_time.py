@@ -281,16 +281,21 @@ def test_bytes_are_those_of_the_closed_form_that_is_held_against_real_runs(
     assert sent == pytest.approx(sum(counted.get(name, 0.0) for name in theirs), rel=0.01)
 
 
-@pytest.mark.parametrize("groups", [None, Groups(total=4, kept=2), Groups(total=6, kept=1), Groups(total=2, kept=2)])
-@pytest.mark.parametrize("units", [1, 2, 3, 4, 6, 12])
+@pytest.mark.parametrize(
+    ("groups", "units"),
+    [
+        *((None, units) for units in (1, 2, 3, 4, 6, 12)),
+        *((Groups(total=4, kept=2), units) for units in (1, 2, 4, 12)),
+        *((Groups(total=6, kept=1), units) for units in (1, 2, 3, 6, 12)),
+        *((Groups(total=2, kept=2), units) for units in (1, 2, 4, 6, 12)),
+    ],
+)
 def test_a_token_meets_a_part_of_the_experts_as_often_as_when_all_choices_are_counted(
     groups: Groups | None, units: int
 ) -> None:
     experts, k = 12, 2
     moe = MoE(experts=experts, top_k=k, expert_ffn=1, router=Router(score="sigmoid", normalise=True, groups=groups))
     group = experts // (groups.total if groups else 1)
-    if group % (experts // units) and (experts // units) % group:
-        pytest.skip("parts cross the groups")
     hits = choices = 0
     for kept in combinations(range(groups.total if groups else 1), groups.kept if groups else 1):
         pool = [e for e in range(experts) if e // group in kept]

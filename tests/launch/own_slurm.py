@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 PACKAGES = ("slurm-wlm", "munge")
@@ -62,13 +63,16 @@ class OwnSlurm:
         for name in ("state", "munge", "spool"):
             (folder / name).mkdir(parents=True, mode=0o700)
         controller, port = _free_ports(2)
-        user = subprocess.run(["id", "-un"], capture_output=True, text=True, check=True).stdout.strip()
-        names = {"folder": folder, "user": user, "host": socket.gethostname(), "node": NODE}
+        self.user = subprocess.run(["id", "-un"], capture_output=True, text=True, check=True).stdout.strip()
+        names = {"folder": folder, "user": self.user, "host": socket.gethostname(), "node": NODE}
         text = CONFIGURATION.format(controller=controller, port=port, **names)
         (folder / "slurm.conf").write_text(text)
         if _version() >= (23,):
             (folder / "cgroup.conf").write_text("CgroupPlugin=disabled\n")
-        self.environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf")}
+        self.environment = os.environ | {
+            "SLURM_CONF": str(folder / "slurm.conf"),
+            "XDG_CACHE_HOME": str(folder / "cache"),
+        }
         try:
             self._start()
         except BaseException:
@@ -95,7 +99,7 @@ class OwnSlurm:
     def close(self) -> None:
         """End every job and every daemon."""
         if len(self._daemons) > 1:
-            self.call("scancel", "--full", "--signal=KILL", "--user", "root")
+            self.call("scancel", "--full", "--signal=KILL", "--user", self.user)
         for daemon in reversed(self._daemons):
             daemon.send_signal(signal.SIGTERM)
         for daemon in reversed(self._daemons):
@@ -115,8 +119,7 @@ class OwnSlurm:
             started = [_program(command[0]), *command[1:]]
             self._daemons.append(subprocess.Popen(started, stdout=output, stderr=output, env=self.environment))
 
-    def _wait(self, ready: object, what: str) -> None:
-        assert callable(ready)
+    def _wait(self, ready: Callable[[], object], what: str) -> None:
         end = time.monotonic() + WAIT_SECONDS
         while not ready():
             if time.monotonic() > end or any(daemon.poll() is not None for daemon in self._daemons):

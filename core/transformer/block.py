@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TypeVar
 
 from torch import Tensor, nn
@@ -34,8 +33,9 @@ class Block(nn.Module):
     def __init__(self, layer: Layer, model: ModelConfig, path: str, place: Place) -> None:
         super().__init__()
         self.path = path
-        self.again, self.norms_again = place.again("full"), place.again("layernorm")
+        self.again = place.again("full")
         self.place = place = place.inside("full")
+        self.norms_again = place.again("layernorm")
         self.rotated = rotated_dimensions(layer.attention)
         self.attention_norm = RMSNorm(model.norm, model.hidden, place=place)
         self.attention: GroupedQueryAttention | MultiHeadLatentAttention
@@ -60,32 +60,47 @@ class Block(nn.Module):
     def forward(self, hidden_TH: Tensor, context: Context) -> tuple[Tensor, Routing | None]:
         """The layer's output, and its routing where it is an MoE layer."""
         inputs = None if isinstance(self.mlp, MLP) else self._router_inputs(self.mlp, context)
-        half = partial(self._outward, context=context, inputs=inputs)
-        (hidden_TH, *tensors), outbound = recompute_with(half, hidden_TH) if self.again else half(hidden_TH)
+        if self.again:
+            return self._made_again(hidden_TH, context, inputs)
+        hidden_TH = self._attended(hidden_TH, context)
+
+        def mlp(normed_TH: Tensor) -> tuple[Tensor, Routing | None]:
+            if isinstance(self.mlp, MLP):
+                return self.mlp(normed_TH, context.packing.rows), None
+            return self.mlp(normed_TH, inputs)
+
+        out, routing = self._normed(self.mlp_norm, hidden_TH, mlp)
+        return hidden_TH + out, routing
+
+    def _made_again(
+        self, hidden_TH: Tensor, context: Context, inputs: RouterInputs | None
+    ) -> tuple[Tensor, Routing | None]:
+        """`forward` that keeps its input alone: what comes home afterwards needs nothing for its backward but where it went."""
+        rows = context.packing.rows
+
+        def outward(hidden_TH: Tensor) -> tuple[tuple[Tensor, ...], Outbound | None]:
+            hidden_TH = self._attended(hidden_TH, context)
+            normed_TH = self.mlp_norm(hidden_TH)
+            if isinstance(self.mlp, MLP):
+                return (hidden_TH, self.mlp.partial(normed_TH, rows)), None
+            assert inputs is not None
+            tensors, outbound = self.mlp.to_experts(normed_TH, inputs)
+            return (hidden_TH, *tensors), outbound
+
+        (hidden_TH, *tensors), outbound = recompute_with(outward, hidden_TH)
         if isinstance(self.mlp, MLP):
-            return hidden_TH + self.place.scatter_sequence(tensors[0], context.packing.rows), None
+            return hidden_TH + self.place.scatter_sequence(tensors[0], rows), None
         assert outbound is not None
         out, routing = self.mlp.from_experts(tuple(tensors), outbound)
         return hidden_TH + out, routing
 
-    def _outward(
-        self, hidden_TH: Tensor, context: Context, inputs: RouterInputs | None
-    ) -> tuple[tuple[Tensor, ...], Outbound | None]:
-        """Attention, and of MLP or experts all up to the way home: the residual stream behind the attention, and what is under way."""
-        packing = context.packing
+    def _attended(self, hidden_TH: Tensor, context: Context) -> Tensor:
+        """The residual stream behind the attention."""
 
         def attend(normed_TH: Tensor) -> Tensor:
-            return self.attention(normed_TH, packing, context.turns[self.rotated])
+            return self.attention(normed_TH, context.packing, context.turns[self.rotated])
 
-        def spread(normed_TH: Tensor) -> tuple[tuple[Tensor, ...], Outbound | None]:
-            if isinstance(self.mlp, MLP):
-                return (self.mlp.partial(normed_TH, packing.rows),), None
-            assert inputs is not None
-            return self.mlp.to_experts(normed_TH, inputs)
-
-        hidden_TH = hidden_TH + self._normed(self.attention_norm, hidden_TH, attend)
-        tensors, outbound = self._normed(self.mlp_norm, hidden_TH, spread)
-        return (hidden_TH, *tensors), outbound
+        return hidden_TH + self._normed(self.attention_norm, hidden_TH, attend)
 
     def _normed(self, norm: RMSNorm, hidden_TH: Tensor, consumer: Callable[[Tensor], T]) -> T:
         """`consumer` of a norm's output, which is kept or not."""

@@ -24,7 +24,8 @@ from core.config.memory import MemoryConfig, RecomputeName
 from core.moe.replay import RouterReplay, moe_layers
 from core.moe.router import Router as RouterModule
 from core.optim.make import make_optimizer
-from core.parallel.groups import one_rank
+from core.parallel.groups import groups_for, one_rank
+from core.parallel.meter import Meter
 from core.state.inventory import initialise
 from core.training.evaluate import validation_loss
 from core.training.replay import Recording, replayed
@@ -248,3 +249,35 @@ def test_prescribed_experts_are_those_of_the_second_run_too(names: Names) -> Non
     assert untimed(step(other)) != results[0]
     for (name, one), (_, two) in zip(models[0].named_parameters(), models[1].named_parameters(), strict=True):
         assert torch.equal(one, two), name
+
+
+# ------------------------------------------------------------------------------------------------ what is sent again
+
+
+def sent(rank: int, world: int, parallel: ParallelConfig, ways: Sequence[Names]) -> list[int]:
+    """Bytes over the axis of tp or ep in one step, by what is made again."""
+    found = []
+    for names in ways:
+        meter = Meter()
+        groups = groups_for(parallel, meter=meter)
+        memory = MemoryConfig(recompute=names)
+        model = build_model(mixtral(()), groups=groups, parallel=parallel, memory=memory, dtype=torch.float64)
+        initialise(model, 7)
+        optimizer = make_optimizer(model, PLAIN, groups, parallel)
+        batches = microbatches(0, groups.dp.position, groups.dp.size, 4, groups)
+        train_step(model, optimizer, batches, rate=1.0, groups=groups)
+        optimizer.wait_all()
+        found.append(Meter(sent_bytes=meter.sent_bytes).by_axis()["ep" if parallel.ep > 1 else "tp"])
+    return found
+
+
+@pytest.mark.parametrize("names", [("moe",), ("full",)], ids="+".join)
+def test_experts_made_again_receive_their_rows_once_more_and_send_none_home(ranks: Ranks, names: Names) -> None:
+    """Rows of H numbers and a weight go out, rows of H come back, and the same backward; 8 E / 2 bytes tell how many."""
+    hidden, layers = 16, 2
+    by_rank = ranks.run(sent, 2, ParallelConfig(ep=2), [(), names], timeout_seconds=60.0)
+    plain, again = (sum(column) for column in zip(*by_rank, strict=True))
+    told = 2 * layers * 8 * 4 // 2
+    rows, left = divmod(plain - told, 2 * 8 * (2 * hidden + 1))
+    assert left == 0 and rows > 0
+    assert again - plain == rows * 8 * (hidden + 1) + told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -68,7 +69,7 @@ class _Run:
     activations: dict[Spot, Tensor] = field(default_factory=dict)
     gradients: dict[Spot, Tensor] = field(default_factory=dict)
     under_way: dict[Action, tuple[Tensor, dist.Work | None]] = field(default_factory=dict)
-    sent: list[tuple[Tensor, dist.Work | None]] = field(default_factory=list)
+    sent: deque[tuple[Tensor, dist.Work]] = field(default_factory=deque)
 
     @property
     def parts(self) -> int:
@@ -147,7 +148,18 @@ class _Run:
         pipe.count("send", tensor.nbytes)
         # Kept until it has left. An empty tensor is known to the receiver, and need not travel.
         held = tensor.detach().contiguous()
-        self.sent.append((held, dist.isend(held, group=pipe.handle, group_dst=to) if held.numel() else None))
+        started = dist.isend(held, group=pipe.handle, group_dst=to) if held.numel() else None
+        if started is not None:
+            self.sent.append((held, started))
+        self.let_go()
+
+    def let_go(self, *, wait: bool = False) -> None:
+        """Forget what has left, the oldest first: a step sends as much as all its activations together. wait: until all has left.
+
+        Gloo never says so before it is waited for: there everything is kept until the end.
+        """
+        while self.sent and (wait or self.sent[0][1].is_completed()):
+            self.sent.popleft()[1].wait()
 
     def post(self, action: Action) -> None:
         """Start to receive, so that it goes on while something else computes."""
@@ -192,9 +204,7 @@ def execute(actions: Sequence[Action], work: PartWork, pipeline: Pipeline) -> No
                 if coming.kind.startswith("receive") and _ready(run, coming):
                     run.post(coming)
         run.do(action)
-    for _, started in run.sent:
-        if started is not None:
-            started.wait()
+    run.let_go(wait=True)
 
 
 def _ready(run: _Run, receive: Action) -> bool:

@@ -17,12 +17,13 @@ from launch.plan.trace import PieceTrace
 class Load:
     """One piece as a schedule sees it, in bytes.
 
-    kept: waits for the backward, without the input; stream: the input, if it waits too. forward, backward: what the fullest moment of
-    either needs beyond that. late: waits for the weights' gradients, where those are put off. on_host: waits in host memory.
+    kept: waits for the backward, without the input; stream: the input, if it waits too; passing: the input, if it does not, but is
+    there all through the forward. forward, backward: what the fullest moment of either needs beyond that. late: waits for the weights' gradients, where those are put off. on_host: waits in host memory.
     """
 
     kept: int
     stream: int
+    passing: int
     forward: int
     backward: int
     late: int
@@ -46,6 +47,7 @@ def load_of(trace: PieceTrace, precision: PrecisionConfig, memory: MemoryConfig)
     return Load(
         kept=on_device - away,
         stream=stream,
+        passing=0 if stream else trace.stream_bytes,
         forward=max(0, trace.forward_peak - trace.kept_bytes),
         backward=max(0, trace.backward_peak - trace.kept_bytes) + away,
         late=trace.late,
@@ -136,7 +138,8 @@ def part_load(pieces: Sequence[PlacedPiece], *, received: int, out: int, shared:
         else:
             held += load.kept
         late, on_host = late + load.late, on_host + load.on_host
-        forward = _fuller(forward, held, logits, load.forward)
+        passing = load.passing if placed.own_input else 0
+        forward = _fuller(forward, held, logits, load.forward + passing)
         backward = _fuller(backward, held, logits, load.backward)
     held += out
     return PartLoad(

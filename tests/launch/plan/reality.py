@@ -22,12 +22,37 @@ from core.parallel.meter import Meter
 from core.pipeline.layout import layout_of
 from core.state.inventory import initialise
 from core.state.shard import local
+from core.training.clock import Clock
 from core.training.step import train_step
+from core.training.work import train_microbatches
 from core.transformer.context import BalanceInputs, TokenBatch, Totals
 from core.transformer.stage import PartOutput, Stage, build_model
 from launch.plan.survivors import Watch
 from launch.plan.trace import FLOATS, Alike, kinds_by_path, kinds_of
 from tests.core.tiny import batch_of
+
+
+def measure_peak(rank: int, world: int, run: RunConfig) -> tuple[int, int]:
+    """The most bytes that forwards and backwards of a whole step hold at once, beside parameters and main gradients; and what it
+    sends along the pipeline, which gloo keeps until the end."""
+    meter = Meter()
+    stages = layout_of(run.model, run.parallel).embedding_stages(run.model.tied_embeddings)
+    groups = groups_for(run.parallel, embedding_stages=stages, meter=meter)
+    model = build_model(run.model, groups=groups, parallel=run.parallel, memory=run.memory)
+    initialise(model, 7)
+    batch = batch_for(run, groups)
+    optimizer = make_optimizer(model, run.optimizer, groups, run.parallel)
+    assert isinstance(optimizer, ChainedOptimizer)
+    number = run.train.global_batch // (groups.dp.size * run.train.microbatch)
+    tokens = batch.packing.tokens * number
+    totals = Totals(tokens=tokens, labels=tokens, ahead=(tokens,) * len(model.config.mtp_layers()))
+    watch = Watch()
+    watch.ignore([*model.parameters(), *model.buffers(), *_held_by(batch), *(b.gradients for b in optimizer.buckets)])
+    optimizer.begin(model.passes(number))
+    with watch.watching():
+        train_microbatches(model, [batch] * number, totals, after=optimizer.accumulate, clock=Clock())
+    optimizer.reduce()
+    return watch.peak, meter.by_axis().get("pp", 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,9 +116,7 @@ def kept_by_allocator(model: Stage, chunk: int, batch: TokenBatch) -> int:
 def kept_by_watch(model: Stage, chunk: int, batch: TokenBatch) -> int:
     """The same, told by what of the memory that was taken still lives."""
     watch = Watch()
-    packing = batch.packing
-    held = [batch.tokens, batch.labels, packing.index_T, packing.positions_T, packing.sequence_T]
-    watch.ignore([*model.parameters(), *model.buffers(), *held])
+    watch.ignore([*model.parameters(), *model.buffers(), *_held_by(batch)])
     with watch.watching():
         waiting = _forward(model, chunk, batch)
     time.sleep(0.02)  # a thread of the backend may still hold what has just been sent
@@ -105,9 +128,7 @@ def deferred_by_watch(model: Stage, chunk: int, batch: TokenBatch) -> int:
     """What still lives when the input's gradient is done and those of the weights are put off."""
     watch, later = Watch(), model.place.later
     assert later is not None, "a schedule of halved backwards"
-    packing = batch.packing
-    held = [batch.tokens, batch.labels, packing.index_T, packing.positions_T, packing.sequence_T]
-    watch.ignore([*model.parameters(), *model.buffers(), *held])
+    watch.ignore([*model.parameters(), *model.buffers(), *_held_by(batch)])
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(_forget)
     with watch.watching():
@@ -119,6 +140,11 @@ def deferred_by_watch(model: Stage, chunk: int, batch: TokenBatch) -> int:
         del share
     assert later.work, "products put something off"
     return watch.current
+
+
+def _held_by(batch: TokenBatch) -> list[Tensor]:
+    packing = batch.packing
+    return [batch.tokens, batch.labels, packing.index_T, packing.positions_T, packing.sequence_T]
 
 
 def _forget(parameter: Tensor) -> None:

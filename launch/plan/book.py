@@ -35,9 +35,11 @@ def book(run: RunConfig, memory: QuickMemory) -> dict[str, Any]:
     def at(parallel: ParallelConfig, again: tuple[RecomputeName, ...] = ()) -> dict[str, Load]:
         return memory.loads(replace(plain, parallel=parallel, memory=replace(plain.memory, recompute=again)))
 
-    base = at(p)
-    changes = {name: _changes(base, at(p, (name,))) for name in names}
-    whole = at(p, ("full",)).get("ahead and its layer")
+    changes = {
+        tp: {name: _changes(at(replace(p, tp=tp)), at(replace(p, tp=tp), (name,))) for name in names}
+        for tp in options["tp"]
+    }
+    whole = {tp: at(replace(p, tp=tp), ("full",)).get("ahead and its layer") for tp in options["tp"]}
     trade = {cp: cp if p.cp_alltoall > 1 else 1 for cp in options["cp"]}
     experts = [f"layer {kind}" for kind in range(len(memory.kinds))]
     mesh = fold(p, run.ranks)
@@ -58,7 +60,7 @@ def book(run: RunConfig, memory: QuickMemory) -> dict[str, Any]:
         "byCp": {cp: _plain(at(replace(p, cp=cp, cp_alltoall=trade[cp]))) for cp in options["cp"]},
         "byEp": {ep: _plain(_some(at(_spread(p, ep)), experts)) for ep in options["ep"]},
         "recompute": changes,
-        "wholeAhead": None if whole is None else _numbers(whole),
+        "wholeAhead": {tp: _numbers(load) for tp, load in whole.items() if load is not None},
         "recomputable": list(names),
         "elements": {tp: {name: asdict(held) for name, held in memory.elements(tp).items()} for tp in options["tp"]},
         "options": options,

@@ -14,7 +14,7 @@ function effective(recompute) {
 }
 
 function loadsAt(at) {
-  const own = book.planned, share = (own.tp * own.cp) / (at.tp * at.cp), found = {};
+  const own = book.planned, share = own.cp / at.cp, found = {}, changes = book.recompute[at.tp];
   for (const [name, base] of Object.entries(book.byTp[at.tp])) {
     const load = {};
     for (const field of FIELDS) {
@@ -23,16 +23,16 @@ function loadsAt(at) {
       if (at.cp !== own.cp && here) value *= there / here;
       if (name in book.byEp[at.ep]) value += book.byEp[at.ep][name][field] - book.byEp[own.ep][name][field];
       for (const part of effective(at.recompute)) {
-        const change = (book.recompute[part] || {})[name];
+        const change = changes[part][name];
         if (change) value += change[field] * share;
       }
       load[field] = Math.max(0, value) * at.microbatch;
     }
     found[name] = load;
   }
-  if (book.wholeAhead) {
+  if (at.tp in book.wholeAhead) {
     const load = {};
-    for (const field of FIELDS) load[field] = book.wholeAhead[field] * share * at.microbatch;
+    for (const field of FIELDS) load[field] = book.wholeAhead[at.tp][field] * share * at.microbatch;
     found["ahead and its layer"] = load;
   }
   return found;
@@ -151,10 +151,11 @@ function residents(stages, at) {
   const copies = [at.dp * at.cp, at.edp];
   let weights = bytes.element * (dense + experts) - bytes.saved * low, gradients = bytes.gradient * (dense + experts);
   if (book.fsdp) weights = gradients = 4 * (dense / (copies[0] / book.fsdp) + experts / Math.max(1, copies[1] / book.fsdp));
-  const largest = Math.max(0, ...owners.map((name) => Math.max(table[name].largest, table[name].largest_expert / spread)));
-  const travelling = Math.max(...copies) > 1 ? Math.max(largest, Math.min(dense + experts, bytes.bucket / bytes.element)) * bytes.gradient : 0;
+  const bucket = bytes.bucket / bytes.element, most = (field) => Math.max(0, ...owners.map((name) => table[name][field]));
+  let travelling = copies[0] > 1 ? Math.max(Math.min(dense, bucket), most("largest")) : 0;
+  if (copies[1] > 1) travelling = Math.max(travelling, Math.min(experts, bucket), most("largest_expert") / spread);
   const states = bytes.states * (dense / copies[0] + experts / copies[1]);
-  return { parameters: weights + sum("buffers"), gradients, optimizer: states * (1 - book.onHost) + travelling };
+  return { parameters: weights + sum("buffers"), gradients, optimizer: states * (1 - book.onHost) + travelling * bytes.gradient };
 }
 
 function memoryAt(at) {

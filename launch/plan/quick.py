@@ -1,8 +1,8 @@
 """Memory of many set-ups of one model in a moment: a few traces, and arithmetic between them; what a search and a page go by.
 
-Everything scales with a rank's tokens, so one trace serves all microbatches; each tp and cp that is met is traced once without any
-recomputation, and what each recomputed part changes is added up as if the others were not there. Numbers at a traced set-up are the
-plan's own; elsewhere they are a few per cent off (tests/launch/plan/test_quick.py).
+Everything scales with a rank's tokens, so one trace serves all microbatches. Each tp, cp and ep that is met is traced once without any
+recomputation; what a recomputed part changes is traced for each tp and cp, and added up as if the others were not there.
+tests/launch/plan/test_quick.py holds the sums against the plan's own.
 """
 
 from __future__ import annotations
@@ -107,20 +107,17 @@ class QuickMemory:
         if key not in self._loads:
             found = {name: load_of(each, precision, memory) for name, each in self._traced(p, None).items()}
             own = self._run.parallel
-            like = replace(own, cp=p.cp, cp_alltoall=p.cp_alltoall, schedule=p.schedule)
+            like = replace(own, tp=p.tp, cp=p.cp, cp_alltoall=p.cp_alltoall, schedule=p.schedule)
             for part in effective(memory.recompute):
                 before, after = self._traced(like, None), self._traced(like, part)
                 for name, load in found.items():
                     if name not in after:
                         continue
                     low, high = (load_of(each[name], precision, memory) for each in (before, after))
-                    found[name] = _not_negative(load.plus(high, low, own.tp / p.tp))
+                    found[name] = _not_negative(load.plus(high, low, 1.0))
                 if "ahead and its layer" in after:
                     # A prediction module is then made again as a whole: one piece.
-                    whole = load_of(after["ahead and its layer"], precision, memory)
-                    found["ahead and its layer"] = whole.plus(
-                        whole, Load(**dict.fromkeys(vars(whole), 0)), own.tp / p.tp - 1
-                    )
+                    found["ahead and its layer"] = load_of(after["ahead and its layer"], precision, memory)
             self._loads[key] = found
         return self._loads[key]
 
@@ -250,13 +247,17 @@ class QuickMemory:
         if p.sharding == "fsdp":
             shards = copies[0] / p.fsdp_replicas, max(1.0, copies[1] / p.fsdp_replicas)
             weights, gradients = (4 * (dense / shards[0] + experts / shards[1]),) * 2
-        largest = max((max(e.largest, e.largest_expert / spread) for e in owners), default=0.0)
-        travelling = max(largest, min(dense + experts, BUCKET_BYTES / element)) * gradient if max(copies) > 1 else 0
+        bucket = BUCKET_BYTES / element
+        travelling = 0.0
+        if copies[0] > 1:
+            travelling = max([min(dense, bucket), *(e.largest for e in owners)])
+        if copies[1] > 1:
+            travelling = max([travelling, min(experts, bucket), *(e.largest_expert / spread for e in owners)])
         buffers = 2 * self.stream(p) * run.train.microbatch if p.pp > 1 else 0
         return MemoryParts(
             parameters=round(weights) + sum(e.buffers for e in owners),
             gradients=round(gradients),
-            optimizer=round(states * (1 - run.memory.optimizer_offload) + travelling),
+            optimizer=round(states * (1 - run.memory.optimizer_offload) + travelling * gradient),
             activations=held[0],
             logits=held[1],
             working=held[2] + buffers,

@@ -9,6 +9,7 @@ import subprocess
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -77,6 +78,14 @@ def elements(page: Path) -> list[tuple[str, dict[str, str | None]]]:
     return parser.found
 
 
+def book_of(page: Path) -> dict[str, Any]:
+    """The numbers that the page counts with."""
+    found = re.search(r'id="book">(.*?)</script>', page.read_text(encoding="utf-8"), re.DOTALL)
+    assert found is not None
+    book: dict[str, Any] = json.loads(found[1])
+    return book
+
+
 def test_the_page_is_one_file_that_asks_for_nothing_else(page: Path) -> None:
     found = elements(page)
     assert not any({"src", "href"} & attributes.keys() for _, attributes in found)
@@ -112,20 +121,16 @@ def test_the_timeline_has_a_lane_for_each_rank_and_a_box_for_each_action(page: P
 
 
 def test_the_book_of_numbers_offers_only_what_divides(page: Path) -> None:
-    found = re.search(r'id="book">(.*?)</script>', page.read_text(encoding="utf-8"), re.DOTALL)
-    assert found is not None
-    book = json.loads(found[1].replace("<\\/", "</"))
+    book = book_of(page)
     assert book["planned"] == {
         **{"tp": 2, "cp": 1, "pp": 4, "vpp": 3, "ep": 4, "dp": 2, "microbatch": 1, "batch": 256},
         "recompute": ["layernorm", "moe_act"],
     }
     assert book["options"]["tp"] == [1, 2, 4, 8] and book["options"]["ep"] == [1, 2, 4, 8, 16]
-    assert all(
-        len(stages) == int(pp) * int(vpp)
-        for pp, each in book["layouts"].items()
-        for vpp, stages in each.items()
-        for stages in [stages["stages"]]
-    )
+    for pp, chunks in book["layouts"].items():
+        for vpp, layout in chunks.items():
+            assert len(layout["stages"]) == int(pp) * int(vpp)
+            assert [i for stage in layout["stages"] for i in stage["layers"]] == list(range(len(RUN.model.layers)))
 
 
 def test_a_page_that_cannot_be_written_is_said_so(planner: MemoryPlanner, plan: Plan, tmp_path: Path) -> None:
@@ -154,8 +159,10 @@ def shown(page: Path, place: str, folder: Path) -> tuple[str, list[dict[str, int
     return verdict[1], [{part: int(count) for part, count in row} for row in cells if row]
 
 
-def moved(run: RunConfig, **parallel: int) -> RunConfig:
-    return replace(run, parallel=replace(run.parallel, **parallel))  # type: ignore[arg-type]
+def moved(page: Path, parallel: dict[str, int]) -> RunConfig:
+    """The run with another mapping, in the layout that the page has for it."""
+    text = book_of(page)["layouts"][str(parallel.get("pp", 4))][str(parallel.get("vpp", 3))]["text"]
+    return replace(RUN, parallel=replace(RUN.parallel, **parallel, layout=text))  # type: ignore[arg-type]
 
 
 def test_a_browser_shows_the_plan_s_own_memory_part_by_part(page: Path, plan: Plan, tmp_path: Path) -> None:
@@ -171,7 +178,7 @@ def test_a_browser_shows_the_plan_s_own_memory_part_by_part(page: Path, plan: Pl
 @pytest.mark.parametrize(
     ("place", "parallel", "microbatch", "recompute"),
     [
-        ("tp=4&ep=8", {"tp": 4, "ep": 8}, 1, ("layernorm", "moe_act")),
+        ("tp=4&pp=2&vpp=4&ep=8", {"tp": 4, "pp": 2, "vpp": 4, "ep": 8}, 1, ("layernorm", "moe_act")),
         ("tp=1&microbatch=2&recompute=mlp,mla_up_proj", {"tp": 1}, 2, ("mla_up_proj", "mlp")),
         ("ep=2&recompute=full", {"ep": 2}, 1, ("full",)),
     ],
@@ -186,13 +193,13 @@ def test_a_browser_counts_other_mappings_as_the_plan_does(
     recompute: tuple[str, ...],
 ) -> None:
     run = replace(
-        moved(RUN, **parallel),
+        moved(page, parallel),
         train=replace(RUN.train, microbatch=microbatch),
         memory=MemoryConfig(recompute=recompute),  # type: ignore[arg-type]
     )
     _, rows = shown(page, place, tmp_path)
     for row, memory in zip(rows, planner.of(run), strict=True):
-        assert row["total"] == pytest.approx(memory.balanced.total, rel=0.03)
+        assert row["total"] == pytest.approx(memory.balanced.total, rel=0.02)
 
 
 def test_a_browser_says_which_mapping_cannot_run(page: Path, tmp_path: Path) -> None:

@@ -102,3 +102,17 @@ def test_a_deadlock_and_costs_for_other_parts_are_refused() -> None:
         simulate(schedule, Costs(forward=(1.0, 2.0, 3.0)))
     with pytest.raises(ValueError, match="leads past the end"):
         simulate(with_rank(schedule, 0, [Action(kind="send_gradient", chunk=0, microbatch=0)]), Costs())
+
+
+def test_a_combined_action_hides_a_share_of_its_exchanges_as_far_as_the_rest_lasts() -> None:
+    some = Costs(forward=3.0, backward=6.0, exchanged_forward=1.0, exchanged_backward=2.0, hidden=0.5)
+    assert some.combined(0, 0) == 9.0 - 0.5 * 3.0
+    most = Costs(forward=3.0, backward=(6.0, 7.0), exchanged_forward=3.0, exchanged_backward=(5.0, 7.0), hidden=1.0)
+    assert most.combined(0, 0) == 8.0
+    assert most.combined(0, 1) == 10.0
+    p, v, m = 3, 2, 6
+    timeline = simulate(made("combined", p, v, m), some)
+    pairs = [sum(timed.action.kind == "combined" for timed in rank) for rank in timeline.ranks]
+    assert [timeline.busy(rank) for rank in range(p)] == [pytest.approx(v * m * 9.0 - 1.5 * count) for count in pairs]
+    with pytest.raises(ValueError, match="2 costs for 6 parts"):
+        simulate(made("combined", p, v, m), Costs(exchanged_backward=(1.0, 2.0)))

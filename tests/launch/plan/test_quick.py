@@ -58,7 +58,8 @@ def changed(wanted: dict[str, Any]) -> RunConfig:
 def test_it_says_what_the_plan_says_to_a_per_cent(planner: MemoryPlanner, quick: QuickMemory, name: str) -> None:
     run = changed(CHANGES[name])
     plan, guess = planner.of(run), quick.of(run)
-    assert [each.in_flight for each in guess] == [each.in_flight for each in plan]
+    # Moments that are equally full may differ in which chunks wait, not in how many.
+    assert [sum(each.in_flight) for each in guess] == [sum(each.in_flight) for each in plan]
     for mine, real in zip(guess, plan, strict=True):
         assert (mine.rank, mine.pp_rank) == (real.rank, real.pp_rank)
         for part, count in vars(real.balanced).items():

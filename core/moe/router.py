@@ -95,7 +95,7 @@ class Router(nn.Module):
         wide = torch.float64 if router.dtype == "float64" else wide_dtype(hidden_TH.dtype)
         seen = hidden_TH
         if inputs.noise_TH is not None:
-            seen = seen.to(wide) * inputs.noise_TH.to(wide)
+            seen = seen.to(wide) * inputs.noise_TH.to(seen.device, wide)
         logits = wide_linear(seen, self.weight, wide)
         chosen, weights = self._choices(logits, inputs)
         room = self._room(chosen, weights, inputs)

@@ -89,7 +89,8 @@ class MemoryPlanner:
         actions = place.actions(rank)
         balanced = worst = fullest_moment(actions, _parts(place, pieces, rank, hot=False))
         if any(isinstance(layer.mlp, MoE) for layer in pieces.kinds) and run.parallel.ep > 1:
-            worst = fullest_moment(actions, _parts(place, pieces, rank, hot=True))
+            hot = fullest_moment(actions, _parts(place, pieces, rank, hot=True))
+            worst = max(balanced, hot, key=lambda each: each.total)
         away = round(resident.optimizer * run.memory.optimizer_offload)
         # One activation is received ahead, and one gradient may not have left yet.
         buffers = 2 * pieces.shared.embedding.stream_bytes if run.parallel.pp > 1 else 0

@@ -32,7 +32,7 @@ from core.parallel.groups import Groups
 from core.parallel.mesh import fold
 from core.parallel.meter import Meter
 from core.state.inventory import Entry, declared
-from core.transformer.context import BalanceInputs, Prescription, TokenBatch, Totals
+from core.transformer.context import BalanceInputs, BatchPosition, Prescription, TokenBatch, Totals
 from core.transformer.stage import Stage, build_model
 from launch.plan.survivors import Piece, Watch
 
@@ -350,7 +350,8 @@ def _batch(setting: Setting, groups: Groups) -> TokenBatch:
     else:
         workload = Workload(name="balanced", seed=0, step=0, first=0, layers=layers, ep=parallel.ep)
         prescribed = Alike(workload=workload, kinds=kinds_by_path(setting.model))
-    return TokenBatch(tokens=ids, labels=ids, packing=packing, prescribed=prescribed)
+    position = BatchPosition(seed=0, step=0, first=0)
+    return TokenBatch(tokens=ids, labels=ids, packing=packing, position=position, prescribed=prescribed)
 
 
 def _stream_bytes(stage: Stage, batch: TokenBatch) -> int:

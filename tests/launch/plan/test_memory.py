@@ -10,7 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from core.config.architecture import Capacity, Layer, ModelConfig, MoE
+from core.config.architecture import (
+    Capacity,
+    ExpertChoice,
+    Layer,
+    ModelConfig,
+    MoE,
+    QuantileBias,
+    SharedExperts,
+    Sinkhorn,
+    SquaredReLU,
+)
 from core.config.mapping import ParallelConfig
 from core.config.memory import MemoryConfig, RecomputeName
 from core.config.precision import PrecisionConfig
@@ -141,9 +151,9 @@ def _with_capacity(run: RunConfig) -> ModelConfig:
 
 
 def test_deepseek_v3_is_planned_in_seconds_and_fifty_more_mappings_in_moments() -> None:
-    planner, start = MemoryPlanner(), time.perf_counter()
+    planner, start = MemoryPlanner(), time.process_time()
     plan = planner.of(deepseek_run())
-    assert time.perf_counter() - start < 15, "a few seconds on a quiet machine"
+    assert time.process_time() - start < 10, "a few seconds"
     assert max(plan, key=lambda each: each.balanced.total).rank == 0
     assert all(each.worst.total > each.balanced.total for each in plan)
     mappings: list[dict[str, Any]] = [
@@ -154,10 +164,10 @@ def test_deepseek_v3_is_planned_in_seconds_and_fifty_more_mappings_in_moments() 
         if 256 % (pp * ep) == 0
     ]
     assert len(mappings) >= 50
-    start = time.perf_counter()
+    start = time.process_time()
     plans = [planner.of(deepseek_run(**mapping)) for mapping in mappings[:50]]
-    # Under 5 s on a quiet core; others may share this one.
-    assert time.perf_counter() - start < 20
+    # 3 to 5 s on a quiet core; where others share its caches it takes up to twice as long.
+    assert time.process_time() - start < 10
     assert len({each[0].balanced.total for each in plans}) > 40
 
 
@@ -227,3 +237,46 @@ def test_plan_memory_is_what_a_fresh_planner_says() -> None:
     assert plan_memory(run) == MemoryPlanner().of(run)
     assert [each.pp_rank for each in plan_memory(run)] == [0, 1]
     assert [each.rank for each in plan_memory(run)] == [0, 2]
+
+
+def _varied(model: ModelConfig, **changes: Any) -> ModelConfig:
+    """The model with other layers of experts; `router` holds changes of their routers."""
+    router = changes.pop("router", {})
+
+    def other(layer: Layer) -> Layer:
+        if not isinstance(layer.mlp, MoE):
+            return layer
+        return replace(layer, mlp=replace(layer.mlp, router=replace(layer.mlp.router, **router), **changes))
+
+    return replace(model, layers=tuple(map(other, model.layers)))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"router": {"selection": Sinkhorn()}},
+        {"router": {"selection": ExpertChoice()}},
+        {"router": {"balance": (QuantileBias(),)}},
+        {"router": {"jitter": 0.1}},
+        {"router": {"dtype": "float64"}},
+        {"latent": 8},
+        {"bias": True},
+        {"activation": SquaredReLU()},
+        {"shared": SharedExperts(count=1, gated=True)},
+        {"capacity": Capacity(factor=1.25, pad=True)},
+    ],
+    ids=str,
+)
+def test_whatever_a_layer_of_experts_is_made_of_is_planned(changes: dict[str, Any], planner: MemoryPlanner) -> None:
+    run = tiny_run("mixtral", ParallelConfig(cp=2, cp_alltoall=2, ep=4), 4)
+    varied = replace(run, model=_varied(run.model, **changes))
+    (found,) = planner.of(varied)
+    assert found.worst.total >= found.balanced.total > 0
+    assert planner.traffic(varied, 1)["ep"] > 0
+
+
+@pytest.mark.parametrize("dispatcher", ["flex", "deepep", "hybridep"])
+def test_tokens_that_travel_once_are_planned_with_nodes(dispatcher: str, planner: MemoryPlanner) -> None:
+    parallel = ParallelConfig(ep=4, ep_per_node=2, dispatcher=dispatcher)  # type: ignore[arg-type]
+    sent = planner.traffic(tiny_run("mixtral", parallel, 4), 0)
+    assert sent["nodes"] > 0 and sent["node"] > 0

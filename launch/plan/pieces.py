@@ -94,11 +94,11 @@ class RankPieces:
         if part.embedding:
             found.append(PlacedTrace(trace=self.shared.embedding, own_input=False))
         for i in part.layers:
-            found.append(self._layer(self.numbers[i], own_input=bool(found)))
+            found.append(self.layer(self.numbers[i], own_input=bool(found)))
             if i == len(self.run.model.layers) - 1:
                 found.append(PlacedTrace(trace=self.final_norm, own_input=True))
         for _ in part.ahead:
-            found += self._ahead(own_input=bool(found))
+            found += self.ahead(own_input=bool(found))
         if part.loss:
             found.append(PlacedTrace(trace=self.shared.loss, own_input=bool(found), loss=True))
         return found
@@ -145,17 +145,18 @@ class RankPieces:
             sent=sent,
         )
 
-    def _ahead(self, *, own_input: bool) -> list[PlacedTrace]:
+    def ahead(self, *, own_input: bool) -> list[PlacedTrace]:
         """A prediction module: what stands around its layer, and that. Where all of it is made again it is one piece."""
         if "full" in self.run.memory.recompute:
             return [PlacedTrace(trace=self.experts.ahead, own_input=own_input)]
         # The layer's input is kept by what stands around it.
         return [
             PlacedTrace(trace=self.around_ahead, own_input=own_input),
-            self._layer(self.numbers[-1], own_input=False),
+            self.layer(self.numbers[-1], own_input=False),
         ]
 
-    def _layer(self, kind: int, *, own_input: bool) -> PlacedTrace:
+    def layer(self, kind: int, *, own_input: bool) -> PlacedTrace:
+        """A layer of a kind, by its place among `kinds`."""
         if isinstance(self.kinds[kind].mlp, Dense):
             return PlacedTrace(trace=self.shared.layer(kind, final=False), own_input=own_input)
         return PlacedTrace(trace=self.experts.layer(kind, final=False), own_input=own_input, kind=kind)

@@ -23,11 +23,11 @@ Named = tuple[str, Entry]
 
 @dataclass(frozen=True, kw_only=True)
 class Resident:
-    """Bytes held from step to step. travelling: of the largest bucket whose sum over copies is under way beside the gradients.
+    """Bytes held from step to step, and what keeping copies equal costs.
 
-    gathered: with FSDP, of the two largest neighbouring units whose parameters are whole at once, and of the larger one's gradient.
-    sent: what a step sends for copies of parameters, by axis: gradients there, parameters back. gathered_bytes, of FSDP, is sent
-    for every microbatch and part that runs; see `sent_by_units`.
+    travelling: of the largest bucket, whose sum over copies is under way beside the gradients. gathered: with FSDP, of the two largest
+    neighbouring units, whose parameters are whole at once, and of the larger one's gradient. sent: what a step sends for copies of
+    parameters, by axis: gradients there, parameters back. sent_by_units: what FSDP sends for each microbatch.
     """
 
     parameters: int

@@ -107,7 +107,7 @@ def test_pieces_add_up_to_whole_parts(recompute: tuple[RecomputeName, ...], plan
     whole = pieces.experts.layer(last, final=True)
     between = norm.stream_bytes if norm.keeps_input else 0
     assert whole.kept_bytes == plain.kept_bytes + norm.kept_bytes + between
-    apart = [placed.trace for placed in pieces._ahead(own_input=True)]
+    apart = [placed.trace for placed in pieces.ahead(own_input=True)]
     assert sum(trace.kept_bytes for trace in apart) == pieces.experts.ahead.kept_bytes
     assert _sent(*apart) == _sent(pieces.experts.ahead)
 
@@ -217,7 +217,7 @@ def test_offloaded_activations_wait_on_the_host(planner: MemoryPlanner) -> None:
     for name, size in sizes.items():
         away = replace(run, memory=MemoryConfig(offload=(name,)))  # type: ignore[arg-type]
         pieces: RankPieces = planner.traces.of(away, 64)
-        (placed,) = [pieces._layer(pieces.numbers[-1], own_input=True)]
+        (placed,) = [pieces.layer(pieces.numbers[-1], own_input=True)]
         load = pieces.load(placed, hot=False)
         plain = planner.traces.of(run, 64).load(placed, hot=False)
         assert load.on_host == size * 2**20, name

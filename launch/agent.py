@@ -17,7 +17,7 @@ from core.errors import RequestError, ZooError
 from launch.backends.local import LocalBackend, Node
 from launch.backends.protocol import STARTED_AGAIN_CODE, Job, JobError, Outcome
 from launch.ending import end_run, fail_run, last_step
-from launch.folder import ERRORS_FOLDER, STOP_FILE, note_event, read_run, write_json
+from launch.folder import ERRORS_FOLDER, STOP_FILE, note_event, read_json, read_run, write_json
 
 
 @click.command()
@@ -32,7 +32,7 @@ from launch.folder import ERRORS_FOLDER, STOP_FILE, note_event, read_run, write_
 def agent(run: Path, nodes: int, node_variable: str | None, meeting: str, job: str, restarts: int) -> int:
     """Start this node's ranks of the run in folder RUN, and wait for them."""
     node = Node(number=_number(node_variable), nodes=nodes, meeting=meeting)
-    begun = time.monotonic()
+    begun, since = time.monotonic(), time.time()
     first = node.number == 0
     file = read_run(run)
     failed = run / ERRORS_FOLDER / f"node{node.number}.json"
@@ -46,7 +46,7 @@ def agent(run: Path, nodes: int, node_variable: str | None, meeting: str, job: s
         if first:
             fail_run(run, time.monotonic() - begun, str(error))
         raise
-    if outcome.ended == "stopped" and any((run / ERRORS_FOLDER).glob("node*.json")):
+    if outcome.ended == "stopped" and failed_elsewhere(run, since):
         # Slurm ends the other nodes when one fails.
         raise JobError("stopped because another node failed")
     again = outcome.ended == "stopped" and not (run / STOP_FILE).exists()
@@ -68,6 +68,11 @@ def _start(job: Job, node: Node) -> Outcome:
     except Exception as error:
         # of torch's agent: an address that no node answers at, a node that is missing
         raise JobError(f"node {node.number}: {type(error).__name__}: {error}") from error
+
+
+def failed_elsewhere(run: Path, since: float) -> bool:
+    """Whether another node has written down that it failed; what an earlier start left is older."""
+    return any(read_json(path).get("time", 0.0) >= since for path in (run / ERRORS_FOLDER).glob("node*.json"))
 
 
 def _number(variable: str | None) -> int:

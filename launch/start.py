@@ -202,7 +202,12 @@ def start_job(asked: Start, run: RunConfig, job: Job, backend: Backend) -> None:
         _wait(run, job, backend)
         return
     write_script(out, script)
-    outcome = backend.start(job)
+    try:
+        outcome = backend.start(job)
+    except RequestError as error:
+        place = ["--backend", asked.backend, *(word for text in asked.cluster for word in ("--cluster", text))]
+        again = f"{_how_to_go_on(run, out)} {shlex.join(place)}"
+        raise RequestError(f"{error}\nNothing was started. When that is put right, {again}") from error
     _note_submission(asked, out, outcome.job)
     note_event(out, outcome.ended, backend=asked.backend, job=outcome.job, script=script.name)
     if outcome.ended == "submitted":

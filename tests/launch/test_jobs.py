@@ -20,6 +20,7 @@ from core.config.run import RunConfig
 from core.errors import RequestError
 from core.training.metrics import MetricsWriter, StepMetrics
 from launch.again import changes, confirm, refuse_running
+from launch.agent import failed_elsewhere
 from launch.backends.local import LocalBackend, this_process
 from launch.ending import end_run, fail_run
 from launch.folder import RunFile, Submission, note_event, read_events, write_json, write_run, write_submission
@@ -258,5 +259,9 @@ def test_an_agent_whose_workers_fail_ends_with_their_code_and_leaves_word(out: P
     assert said["node"] == 0 and "nowhere" in said["message"]
     events = [(event["event"], event.get("job")) for event in read_events(out)]
     assert events == [("started", "41"), ("failed", None)]
+    before = time.time()
+    assert not failed_elsewhere(out, before)  # of an earlier start
+    write_json(out / "errors" / "node3.json", {"node": 3, "time": before + 1, "message": "x"})
+    assert failed_elsewhere(out, before)
     lost = subprocess.run([*command, "--node-variable", "NOT_SET"], capture_output=True, text=True, check=False)
     assert lost.returncode == 2 and "NOT_SET" in lost.stderr

@@ -137,3 +137,4 @@ def test_a_run_that_is_stopped_or_cancelled_is_left_alone_until_it_is_resumed(sl
 def test_what_sbatch_does_not_take_is_said_in_its_own_words(slurm: OwnSlurm, tmp_path: Path) -> None:
     text = launch(slurm, *asked(slurm, tmp_path / "run"), "--cluster", "partition=nowhere", code=2)
     assert "invalid partition" in text and "Traceback" not in text
+    assert "--resume" in text and "--backend slurm --cluster partition=nowhere" in text

@@ -100,6 +100,11 @@ class OwnSlurm:
         """End every job and every daemon."""
         if len(self._daemons) > 1:
             self.call("scancel", "--full", "--signal=KILL", "--user", self.user)
+            self.call("scancel", "--user", self.user)
+            end = time.monotonic() + WAIT_SECONDS
+            # else its processes would outlive the daemon that ends them
+            while self.call("squeue", "--noheader") and time.monotonic() < end:
+                time.sleep(0.1)
         for daemon in reversed(self._daemons):
             daemon.send_signal(signal.SIGTERM)
         for daemon in reversed(self._daemons):

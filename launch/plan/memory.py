@@ -20,7 +20,7 @@ from core.pipeline.action import Action
 from core.pipeline.layout import Layout, Part, layout_of
 from core.pipeline.schedule import make_schedule
 from core.state.box import ends
-from launch.plan.load import Moment, PartLoad, PlacedPiece, part_load
+from launch.plan.load import Moment, PartLoad, PlacedPiece, fuller_half, part_load, takes_turns
 from launch.plan.pieces import RankPieces, Traces
 from launch.plan.resident import Resident, fsdp, gathers_of, held_names, zero1
 from launch.plan.result import MemoryParts, RankMemory
@@ -87,9 +87,10 @@ class MemoryPlanner:
         run, pieces = place.run, self.traces.of(place.run, rank)
         resident = self._resident(place, pieces, rank)
         actions = place.actions(rank)
-        balanced = worst = fullest_moment(actions, _parts(place, pieces, rank, hot=False))
+        turns = takes_turns(run.parallel)
+        balanced = worst = fullest_moment(actions, _parts(place, pieces, rank, hot=False), turns=turns)
         if any(isinstance(layer.mlp, MoE) for layer in pieces.kinds) and run.parallel.ep > 1:
-            hot = fullest_moment(actions, _parts(place, pieces, rank, hot=True))
+            hot = fullest_moment(actions, _parts(place, pieces, rank, hot=True), turns=turns)
             worst = max(balanced, hot, key=lambda each: each.total)
         away = round(resident.optimizer * run.memory.optimizer_offload)
         # One activation is received ahead, and one gradient may not have left yet.
@@ -243,6 +244,7 @@ class _Step:
     """A rank in the middle of its step: what waits, and the fullest moment so far."""
 
     loads: Sequence[PartLoad]
+    turns: bool = False
     waiting: list[int] = field(default_factory=list)
     late: list[int] = field(default_factory=list)
     best: Fullest | None = None
@@ -272,6 +274,7 @@ class _Step:
     def _meet(self, *running: tuple[int, Moment]) -> None:
         """Compare the fullest moment of the parts that run, beside all that waits, with the fullest so far."""
         numbers = list(zip(self.waiting, self.late, self.loads, strict=True))
+        running = tuple(running[i] for i in fuller_half([moment for _, moment in running], self.turns))
         moments = [moment for _, moment in running]
         activations = sum(n * load.activations + late * load.late for n, late, load in numbers)
         activations += sum(moment.activations for moment in moments)
@@ -288,8 +291,9 @@ class _Step:
         )
 
 
-def fullest_moment(actions: Sequence[Action], loads: Sequence[PartLoad]) -> Fullest:
-    step = _Step(loads=loads)
+def fullest_moment(actions: Sequence[Action], loads: Sequence[PartLoad], *, turns: bool = False) -> Fullest:
+    """The fullest moment of a rank whose parts have these loads. turns: whether the halves of combined actions take turns."""
+    step = _Step(loads=loads, turns=turns)
     for action in actions:
         step.do(action)
     assert step.best is not None, "a schedule has a forward"

@@ -10,7 +10,9 @@ const GIB = 2 ** 30;
 function effective(recompute) {
   if (recompute.includes("full")) return ["full"];
   const covered = recompute.includes("moe") ? ["moe_act", "shared_experts"] : [];
-  return recompute.filter((name) => !covered.includes(name));
+  const found = recompute.filter((name) => !covered.includes(name)), pair = ["core_attn", "mla_up_proj"];
+  if (!pair.every((name) => found.includes(name))) return found;
+  return [...found.filter((name) => !pair.includes(name)), pair.join("+")];
 }
 
 function loadsAt(at) {
@@ -117,10 +119,12 @@ function actionsOf(schedule, rank, pp, vpp, microbatches) {
   return found;
 }
 
-function fullest(actions, loads) {
+function fullest(actions, loads, turns) {
   const waiting = loads.map(() => 0), late = loads.map(() => 0);
   let best = null;
-  const meet = (...moments) => {
+  const meet = (...running) => {
+    // Halves of a combined action that take turns: the fuller one counts.
+    const moments = turns ? [running.reduce((best, m) => (m.total > best.total ? m : best))] : running;
     let activations = 0, logits = 0, working = 0;
     loads.forEach((load, c) => { activations += waiting[c] * load.activations + late[c] * load.late; logits += waiting[c] * load.logits; });
     for (const m of moments) { activations += m.activations; logits += m.logits; working += m.total - m.activations - m.logits; }
@@ -128,7 +132,12 @@ function fullest(actions, loads) {
   };
   for (const [kind, chunk, back] of actions) {
     if (kind === "forward") { meet(loads[chunk].forward); waiting[chunk]++; }
-    else if (kind === "combined") { waiting[back]--; meet(loads[chunk].forward, loads[back].backward); waiting[chunk]++; }
+    else if (kind === "combined") {
+      const halves = [loads[chunk].forward, loads[back].backward];
+      waiting[back]--;
+      meet(...(turns ? [halves[halves[0].total >= halves[1].total ? 0 : 1]] : halves));
+      waiting[chunk]++;
+    }
     else if (kind === "weight_gradient") late[chunk]--;
     else { waiting[chunk]--; meet(loads[chunk].backward); if (kind === "input_gradient") late[chunk]++; }
   }
@@ -160,13 +169,14 @@ function residents(stages, at) {
 
 function memoryAt(at) {
   const loads = loadsAt(at), stages = book.layouts[at.pp][at.vpp].stages, made = [];
+  const turns = at.schedule === "combined" && Math.max(at.tp, at.cp, at.ep, book.etp) > 1;
   let before = 1;
   for (const stage of stages) { made.push(stageLoad(stage, before, loads, at)); before += stage.ahead; }
   const microbatches = at.schedule === "gpipe" ? at.microbatches : Math.min(at.microbatches, 4 * at.pp);
   const stream = (book.stream * book.planned.tp * book.planned.cp) / (at.tp * at.cp) * at.microbatch;
   return Array.from({ length: at.pp }, (_, rank) => {
     const mine = (all) => all.filter((_, s) => s % at.pp === rank);
-    const held = fullest(actionsOf(at.schedule, rank, at.pp, at.vpp, Math.max(1, microbatches)), mine(made));
+    const held = fullest(actionsOf(at.schedule, rank, at.pp, at.vpp, Math.max(1, microbatches)), mine(made), turns);
     const memory = { ...residents(mine(stages), at), ...held };
     memory.working += at.pp > 1 ? 2 * stream : 0;
     memory.total = PARTS.reduce((total, part) => total + memory[part], 0);

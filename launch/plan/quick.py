@@ -22,7 +22,7 @@ from core.parallel.mesh import fold
 from core.pipeline.layout import Part, layout_of
 from core.pipeline.schedule import make_schedule
 from core.state.inventory import Entry
-from launch.plan.load import Load, PartLoad, PlacedPiece, load_of, part_load
+from launch.plan.load import Load, Moment, PartLoad, PlacedPiece, fuller_half, load_of, part_load, takes_turns
 from launch.plan.pieces import RankPieces, Traces
 from launch.plan.result import MemoryParts, RankMemory
 from launch.plan.trace import PieceTrace, kinds_of
@@ -30,6 +30,8 @@ from launch.plan.trace import PieceTrace, kinds_of
 # As launch/plan/memory.py: a schedule has met its fullest moment after so many microbatches for each pipeline rank.
 ENOUGH = 4
 BYTES = {"float32": 4, "bfloat16": 2}
+# Attention that is made again keeps the queries, keys and values that it begins with, which would otherwise be made again too.
+TOGETHER: tuple[RecomputeName, ...] = ("core_attn", "mla_up_proj")
 # What whole layers or whole experts computed again leave nothing of to compute again.
 COVERS: dict[RecomputeName, tuple[RecomputeName, ...]] = {"moe": ("moe_act", "shared_experts")}
 
@@ -74,7 +76,7 @@ class QuickMemory:
         self.kinds = kinds_of(run.model)
         known = {layer: kind for kind, layer in enumerate(self.kinds)}
         self.numbers = tuple(known[layer] for layer in run.model.layers)
-        self._pieces: dict[tuple[ParallelConfig, RecomputeName | None], dict[str, PieceTrace]] = {}
+        self._pieces: dict[tuple[ParallelConfig, tuple[RecomputeName, ...]], dict[str, PieceTrace]] = {}
         self._turns: dict[ParallelConfig, int] = {}
         self._loads: dict[tuple[object, ...], dict[str, Load]] = {}
         self._elements: dict[int, dict[str, Elements]] = {}
@@ -91,9 +93,10 @@ class QuickMemory:
             parts = layout.parts_of(rank)
             loads = [made[part] for part in parts]
             states = states_of(p.schedule, p.pp, layout.virtual, microbatches, rank)
-            fullest = max(states, key=lambda state: sum(_bytes(state, loads)))
-            memory = self._memory(run, parts, _bytes(fullest, loads))
-            in_flight = _in_flight(fullest)
+            turns = takes_turns(p)
+            fullest = max(states, key=lambda state: sum(_bytes(state, loads, turns)))
+            memory = self._memory(run, parts, _bytes(fullest, loads, turns))
+            in_flight = _in_flight(fullest, loads, turns)
             place = rank * (run.ranks // p.pp)
             found.append(RankMemory(pp_rank=rank, rank=place, balanced=memory, worst=memory, in_flight=in_flight))
         return tuple(found)
@@ -105,11 +108,11 @@ class QuickMemory:
         p, precision, memory = run.parallel, run.precision, run.memory
         key = (self._traceable(p), precision.recipe, memory.recompute, memory.offload)
         if key not in self._loads:
-            found = {name: load_of(each, precision, memory) for name, each in self._traced(p, None).items()}
+            found = {name: load_of(each, precision, memory) for name, each in self._traced(p, ()).items()}
             own = self._run.parallel
             like = replace(own, tp=p.tp, cp=p.cp, cp_alltoall=p.cp_alltoall, schedule=p.schedule)
-            for part in effective(memory.recompute):
-                before, after = self._traced(like, None), self._traced(like, part)
+            for parts in units(memory.recompute):
+                before, after = self._traced(like, ()), self._traced(like, parts)
                 for name, load in found.items():
                     if name not in after:
                         continue
@@ -123,11 +126,11 @@ class QuickMemory:
 
     def stream(self, p: ParallelConfig) -> int:
         """Bytes of one stream of hidden states of a microbatch of one sequence."""
-        return self._traced(p, None)["embedding"].stream_bytes
+        return self._traced(p, ())["embedding"].stream_bytes
 
     def turns(self, p: ParallelConfig) -> int:
         """Bytes of the angles of rotary embeddings, likewise."""
-        self._traced(p, None)
+        self._traced(p, ())
         return self._turns[self._traceable(p)]
 
     def _parts(self, run: RunConfig, parts: Sequence[Part]) -> dict[Part, PartLoad]:
@@ -171,21 +174,21 @@ class QuickMemory:
         if part.loss:
             yield "loss", part.embedding or count > 0
 
-    def _traced(self, p: ParallelConfig, recompute: RecomputeName | None) -> dict[str, PieceTrace]:
-        """Every piece by name; with one recomputed part, those that it may change."""
+    def _traced(self, p: ParallelConfig, recompute: tuple[RecomputeName, ...]) -> dict[str, PieceTrace]:
+        """Every piece by name; with recomputed parts, those that they may change."""
         key = (self._traceable(p), recompute)
         if key not in self._pieces:
-            pieces = self._at(p, (recompute,) if recompute else ())
+            pieces = self._at(p, recompute)
             found = {}
             for kind, layer in enumerate(self.kinds):
                 tracer = pieces.experts if isinstance(layer.mlp, MoE) else pieces.shared
                 found[f"layer {kind}"] = tracer.layer(kind, final=False)
-            if recompute is None:
+            if not recompute:
                 found |= {"embedding": pieces.shared.embedding, "loss": pieces.shared.loss}
                 found["final norm"] = pieces.final_norm
-            if self._run.model.predict_ahead and recompute == "full":
+            if self._run.model.predict_ahead and "full" in recompute:
                 found["ahead and its layer"] = pieces.experts.ahead
-            elif self._run.model.predict_ahead and recompute in (None, "layernorm"):
+            elif self._run.model.predict_ahead and recompute in ((), ("layernorm",)):
                 found["ahead"] = pieces.around_ahead
             self._pieces[key] = found
             self._turns[key[0]] = pieces.shared.turn_bytes
@@ -272,6 +275,16 @@ def effective(recompute: Sequence[RecomputeName]) -> tuple[RecomputeName, ...]:
     return tuple(name for name in recompute if name not in covered)
 
 
+def units(recompute: Sequence[RecomputeName]) -> list[tuple[RecomputeName, ...]]:
+    """The recomputed parts, each alone; those that change what the other keeps, together."""
+    found = effective(recompute)
+    together = tuple(name for name in found if name in TOGETHER)
+    alone: list[tuple[RecomputeName, ...]] = [
+        (name,) for name in found if name not in TOGETHER or len(together) < len(TOGETHER)
+    ]
+    return [*alone, together] if len(together) == len(TOGETHER) else alone
+
+
 def primary_saved(precision: PrecisionConfig) -> float:
     """Bytes of an element that primary weights of a recipe save."""
     if not precision.primary or precision.recipe is None:
@@ -314,17 +327,22 @@ def states_of(name: ScheduleName, stages: int, virtual: int, microbatches: int, 
     return tuple(state for kept in found.values() for state in kept)
 
 
-def _in_flight(state: State) -> tuple[int, ...]:
+def _in_flight(state: State, loads: Sequence[PartLoad], turns: bool) -> tuple[int, ...]:
     """What waits or runs, by chunk."""
     counts = list(map(sum, zip(state.waiting, state.late, strict=True)))
-    for chunk, _ in state.running:
-        counts[chunk] += 1
+    for i in fuller_half(_running(state, loads), turns):
+        counts[state.running[i][0]] += 1
     return tuple(counts)
 
 
-def _bytes(state: State, loads: Sequence[PartLoad]) -> tuple[int, int, int]:
+def _running(state: State, loads: Sequence[PartLoad]) -> list[Moment]:
+    return [loads[chunk].backward if backward else loads[chunk].forward for chunk, backward in state.running]
+
+
+def _bytes(state: State, loads: Sequence[PartLoad], turns: bool) -> tuple[int, int, int]:
     """Activations, logits and what is worked with."""
-    moments = [loads[chunk].backward if backward else loads[chunk].forward for chunk, backward in state.running]
+    running = _running(state, loads)
+    moments = [running[i] for i in fuller_half(running, turns)]
     counted = list(zip(state.waiting, state.late, loads, strict=True))
     activations = sum(n * load.activations + late * load.late for n, late, load in counted)
     logits = sum(n * load.logits for n, _, load in counted)

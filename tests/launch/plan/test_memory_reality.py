@@ -144,6 +144,8 @@ def test_an_uneven_batch_is_planned_within_a_few_hundredths(ranks: Ranks, planne
         ("mixtral", ParallelConfig(pp=2, schedule="gpipe", ep=2), 4),
         ("deepseek", ParallelConfig(pp=2, vpp=2), 2),
         ("qwen3", ParallelConfig(pp=2, schedule="zero_bubble"), 2),
+        ("qwen3", ParallelConfig(ep=2, schedule="combined"), 2),
+        ("mixtral", ParallelConfig(ep=2, pp=2, vpp=2, schedule="combined"), 4),
     ],
     ids=str,
 )

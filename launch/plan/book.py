@@ -15,7 +15,7 @@ from core.pipeline.layout import Layout, Part, layout_of, layout_text
 from launch.plan.candidates import Choices, divisors, expert_degrees, tensor_degrees
 from launch.plan.load import Load
 from launch.plan.options import recomputable
-from launch.plan.quick import BYTES, QuickMemory, primary_saved
+from launch.plan.quick import BYTES, TOGETHER, QuickMemory, primary_saved
 from launch.profiles import find_profile
 
 # A sequence is worth cutting from here (report section 9.1.2); every cp and ep that can be chosen is traced once.
@@ -36,7 +36,10 @@ def book(run: RunConfig, memory: QuickMemory) -> dict[str, Any]:
         return memory.loads(replace(plain, parallel=parallel, memory=replace(plain.memory, recompute=again)))
 
     changes = {
-        tp: {name: _changes(at(replace(p, tp=tp)), at(replace(p, tp=tp), (name,))) for name in names}
+        tp: {
+            "+".join(parts): _changes(at(replace(p, tp=tp)), at(replace(p, tp=tp), parts))
+            for parts in _recomputed(names)
+        }
         for tp in options["tp"]
     }
     whole = {tp: at(replace(p, tp=tp), ("full",)).get("ahead and its layer") for tp in options["tp"]}
@@ -66,6 +69,12 @@ def book(run: RunConfig, memory: QuickMemory) -> dict[str, Any]:
         "options": options,
         "layouts": {pp: {vpp: _layout(run, pp, vpp, layout) for vpp in _chunks(run, pp)} for pp in options["pp"]},
     }
+
+
+def _recomputed(names: Sequence[RecomputeName]) -> list[tuple[RecomputeName, ...]]:
+    """What is traced: every part alone, and those together that change one another."""
+    pair = [TOGETHER] if set(TOGETHER) <= set(names) else []
+    return [*((name,) for name in names), *pair]
 
 
 def _planned(run: RunConfig, layout: Layout, dp: int) -> dict[str, Any]:

@@ -48,7 +48,9 @@ def draw(timeline: Timeline, window: Window, seconds_known: bool) -> str:
     for rank, row in enumerate(timeline.ranks):
         top = rank * (LANE + GAP)
         parts.append(f'<text class="mark" x="0" y="{top + 14:.0f}">rank {rank}</text>')
-        parts.append(f'<rect class="lane" x="{LEFT:.0f}" y="{top:.1f}" width="{WIDTH - LEFT:.0f}" height="{LANE:.0f}"/>')
+        parts.append(
+            f'<rect class="lane" x="{LEFT:.0f}" y="{top:.1f}" width="{WIDTH - LEFT:.0f}" height="{LANE:.0f}"/>'
+        )
         for timed in _inside(row, window):
             parts += _boxes(timed, window, scale, top)
     parts += _marks(window, scale, height, seconds_known)
@@ -84,7 +86,9 @@ def _box(timed: Timed, place: tuple[Window, float, float, float], shade: int, wh
     width = (min(timed.end, window.end) - max(timed.begin, window.begin)) * scale
     chunk, microbatch = what
     color = FAMILIES[chunk % len(FAMILIES)][shade]
-    box = f'<rect x="{left:.1f}" y="{top:.1f}" width="{max(width - 0.6, 0.4):.1f}" height="{height:.1f}" fill="{color}"/>'
+    box = (
+        f'<rect x="{left:.1f}" y="{top:.1f}" width="{max(width - 0.6, 0.4):.1f}" height="{height:.1f}" fill="{color}"/>'
+    )
     if width < DIGIT * len(str(microbatch)) or height < LANE:
         return box
     ink = "pale" if shade == 0 else "on"

@@ -179,7 +179,7 @@ def test_a_browser_shows_the_plan_s_own_memory_part_by_part(page: Path, plan: Pl
     ("place", "parallel", "microbatch", "recompute"),
     [
         ("tp=4&pp=2&vpp=4&ep=8", {"tp": 4, "pp": 2, "vpp": 4, "ep": 8}, 1, ("layernorm", "moe_act")),
-        ("tp=1&microbatch=2&recompute=mlp,mla_up_proj", {"tp": 1}, 2, ("mla_up_proj", "mlp")),
+        ("tp=1&microbatch=2&recompute=mlp,mla_up_proj,core_attn", {"tp": 1}, 2, ("core_attn", "mla_up_proj", "mlp")),
         ("ep=2&recompute=full", {"ep": 2}, 1, ("full",)),
     ],
 )

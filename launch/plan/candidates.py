@@ -17,7 +17,7 @@ from core.config.mapping import ParallelConfig
 from core.config.memory import MemoryConfig
 from core.config.precision import PrecisionConfig
 from core.config.run import RunConfig
-from core.pipeline.layout import LONGEST, Layout, even_layout, layout_text, parse_layout
+from core.pipeline.layout import LONGEST, Layout, even_layout, layout_of, layout_text, parse_layout
 from launch.profiles import Profile
 
 Value = TypeVar("Value")
@@ -91,11 +91,14 @@ def mappings(run: RunConfig, gpus: int, profile: Profile, fixed: frozenset[str])
         for tp in plain.of("tp", tensor_degrees(run.model, gpus // pp, profile)):
             longest = MOST["cp"] if train.sequence_tokens >= WORTH_CUTTING else 1
             for cp in plain.of("cp", divisors(gpus // pp // tp or 1, longest)):
-                replicas = gpus // (pp * tp * cp)
-                if not replicas or train.global_batch % replicas:
+                replicas, left_over = divmod(gpus, pp * tp * cp)
+                # A degree that the user fixed may not divide what the others leave.
+                if left_over or not replicas or train.global_batch % replicas:
                     continue
                 for microbatch in plain.microbatches(divisors(train.global_batch // replicas, MOST["microbatch"])):
                     for ep in plain.of("ep", expert_degrees(run.model, gpus // pp)):
+                        if gpus % (run.parallel.etp * ep * pp):
+                            continue
                         degrees = {"tp": tp, "cp": cp, "pp": pp, "ep": ep}
                         yield from _with_layouts(plain, base, degrees, microbatch, profile)
 
@@ -143,8 +146,11 @@ class Choices:
     def layouts(self, pp: int) -> list[tuple[int, str | None]]:
         """vpp and layout to try on so many pipeline ranks: balanced by cost, even, and the run's own."""
         own, model = self.run.parallel, self.run.model
+        if self.keeps("layout") and own.layout is not None:
+            stages = len(layout_of(model, own).parts)
+            return [] if stages % pp else [(stages // pp, own.layout)]
         if self.keeps("layout"):
-            return [(own.vpp, own.layout)]
+            return [(own.vpp, None)]
         if pp == 1:
             return [(own.vpp if self.keeps("vpp") else 1, None)]
         items = len(model.layers) + len(model.mtp_layers())

@@ -75,7 +75,7 @@ def _lines(result: SearchResult) -> Iterator[str]:
         yield ""
         yield "the first, and why"
         yield from (f"  {step}" for step in result.found[0].steps)
-        yield "  " + " ".join(f"--set '{each}'" for each in result.found[0].settings)
+        yield "  " + (" ".join(f"--set '{each}'" for each in result.found[0].settings) or "it is what was asked for")
     yield ""
     yield f"{len(result.losers)} mappings lost; the commonest reasons"
     kinds = Counter((loser.phase, loser.reason.split(":")[0].split(" by ")[0]) for loser in result.losers)

@@ -52,7 +52,9 @@ def _show_search(planned: Planned, wanted: Wanted) -> None:
     """The best mappings, and why the others lost."""
     from launch.plan.search import search
 
-    result = search(planned.run, planned.run.ranks)
+    # What the user has asked for stays as it is: every flag and --set, by the key that it sets.
+    fixed = frozenset(key for key, origin in planned.origins.items() if origin.startswith("-"))
+    result = search(planned.run, planned.run.ranks, fixed=fixed)
     if wanted.as_json:
         click.echo(json.dumps(asdict(result), indent=2, allow_nan=False))
         return

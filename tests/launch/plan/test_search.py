@@ -126,6 +126,27 @@ def test_what_the_user_fixed_stays(mixtral: SearchResult) -> None:
         assert found.setup.microbatch == 1
 
 
+@pytest.mark.parametrize(
+    ("parallel", "key", "pipelines"),
+    [
+        (ParallelConfig(ep=4), "parallel.ep", {1, 2, 4}),
+        (ParallelConfig(tp=8, ep=8), "parallel.tp", {1, 2}),
+        (ParallelConfig(pp=2, layout="Et*8|(t*8|)*2t*8L"), "parallel.layout", {1, 2, 4}),
+        (ParallelConfig(pp=4, vpp=2), "parallel.vpp", {1, 2, 4, 8, 16}),
+    ],
+)
+def test_what_does_not_go_with_a_fixed_degree_is_not_looked_at(
+    parallel: ParallelConfig, key: str, pipelines: set[int]
+) -> None:
+    run = a_run("mixtral", "8x7b", "gb300", 16, parallel)
+    result = searched(run, 16, fixed=frozenset({key}))
+    assert result.found and {each.setup.parallel.pp for each in result.found} <= pipelines
+    for each in result.found:
+        name = key.removeprefix("parallel.")
+        assert vars(each.setup.parallel)[name] == vars(parallel)[name]
+        assert check(each.setup.on(run, 16)) == ()
+
+
 def test_the_settings_of_what_is_found_make_it_out_of_what_was_searched(mixtral: SearchResult) -> None:
     for found in mixtral.found:
         run, faults = override(MIXTRAL, [parse_assignment(text) for text in found.settings])

@@ -16,12 +16,13 @@ from core.config.mapping import ParallelConfig
 from core.config.override import settings
 from core.config.run import RunConfig
 from core.config.serial import run_to_json
-from core.parallel.mesh import Folding, Mesh, fold
+from core.parallel.mesh import DENSE_AXES, EXPERT_AXES, Folding, Mesh, fold
 from core.pipeline.layout import Layout, Part, layout_of, layout_text
 from launch.choice import DEFAULT_PRESET
 from launch.environment import EnvironmentVariable, environment
 from launch.folder import Init
 from launch.hardware_rules import advice
+from launch.plan.communication import Links
 from launch.plan.result import Plan
 from launch.plan.text import plan_lines
 from launch.profiles import find_profile
@@ -30,6 +31,7 @@ from launch.request import Planned
 SHOWN_GROUPS = 4
 SHOWN_PIPELINE_RANKS = 8
 NAME_WIDTH = 12
+SHOWN_AXES = (*DENSE_AXES, *EXPERT_AXES)
 
 
 def describe(planned: Planned, plan: Plan, out: Path | None = None) -> str:
@@ -80,9 +82,25 @@ def head_lines(planned: Planned, out: Path | None) -> Iterator[str]:
     yield from weights_lines(planned.init)
     yield f"  parameters   {parameters(counts)}, {short(counts.active)} active a token"
     yield from mapping_lines(run)
+    yield from (f"  {'NVLink':<{NAME_WIDTH}} {text}" for text in _domains(run))
     yield from (f"  {line}" for line in _batch(run, fold(run.parallel, run.ranks).dense.size("dp")))
     yield from (f"  {'routing':<{NAME_WIDTH}} {text}" for text in forced_words(run))
     yield f"  data         {run.data.path or 'the Python standard library of this interpreter'}"
+
+
+def _domains(run: RunConfig) -> Iterator[str]:
+    """Which axes stay inside an NVLink domain and which leave it, where the hardware has some."""
+    fabric = find_profile(run.hardware).fabric
+    if fabric is None:
+        return
+    axes = {name: axis for name, axis in Links.of(run, fabric).axes.items() if axis.size > 1 and name in SHOWN_AXES}
+    inside = [f"{name} {axis.size}" for name, axis in axes.items() if axis.inside]
+    outside = [
+        f"{name} {axis.size}" + (f" ({axis.near} together)" if axis.near > 1 else "")
+        for name, axis in axes.items()
+        if not axis.inside
+    ]
+    yield f"domains of {fabric.domain} GPUs: inside {', '.join(inside) or 'none'}; across them {', '.join(outside) or 'none'}"
 
 
 def variables_of(planned: Planned) -> tuple[EnvironmentVariable, ...]:

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import click
 
 from core.config.family import find_family
+from core.config.run import RunConfig
+from core.errors import ConfigError, Fault
 from launch.describe import describe, plan_to_json
 from launch.explain import explain
+from launch.plan.text import GIB, table
 from launch.request import Planned, Request, new_run
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What `launch plan` is to give: a setting explained, JSON instead of tables, a page, or the best mapping of all."""
+    """What `launch plan` is to give: a setting explained, JSON instead of tables, a page, the best mapping of all, or memory as Table 3 of
+    the report counts it."""
 
     key: str | None = None
     as_json: bool = False
     page: Path | None = None
     search: bool = False
+    table3: bool = False
 
 
 def show_plan(model: str, request: Request, wanted: Wanted) -> None:
@@ -29,6 +35,9 @@ def show_plan(model: str, request: Request, wanted: Wanted) -> None:
     planned = new_run(request, find_family(model))
     if wanted.key is not None:
         click.echo(explain(planned, wanted.key))
+        return
+    if wanted.table3:
+        click.echo("\n".join(_table3(planned.run)))
         return
     if wanted.search:
         _show_search(planned, wanted)
@@ -59,3 +68,22 @@ def _show_search(planned: Planned, wanted: Wanted) -> None:
         click.echo(json.dumps(asdict(result), indent=2, allow_nan=False))
         return
     click.echo("\n".join(result.lines()))
+
+
+def _table3(run: RunConfig) -> Iterator[str]:
+    """The run's memory by the accounting of the report's Table 3. Raises ConfigError for models of which it says nothing."""
+    from launch.plan.table3 import as_printed, by_rank
+
+    try:
+        rows = [as_printed(run), *by_rank(run)]
+    except ValueError as error:
+        rule = f"shows what Table 3 of the report counts, and {error}"
+        fault = Fault(code="plan.table3", setting="MODEL", value=run.family, rule=rule, works="deepseek_v3 --size 671b")
+        raise ConfigError([fault]) from None
+    yield "memory as Table 3 of arXiv 2603.07685 counts it, GiB; its first row is the table's own, idealised rank (docs/memory.md)"
+    columns = ("rank", "weights and gradients", "master and optimizer", "activations", "total")
+    numbers = ((each.weights_and_gradients, each.optimizer, each.activations, each.total) for each in rows)
+    names = ["-" if each.rank is None else str(each.rank) for each in rows]
+    yield from table(
+        columns, [(name, *(f"{n / GIB:.1f}" for n in row)) for name, row in zip(names, numbers, strict=True)]
+    )

@@ -102,11 +102,11 @@ def _time(run: RunConfig, time: StepTime) -> Iterator[str]:
     tokens = run.train.global_batch * run.train.sequence_tokens
     yield (
         f"predicted step {time.seconds:.3g} s for {tokens:,} tokens: {time.tokens_per_second:,.0f} tokens/s and "
-        f"{time.tflops:,.0f} TFLOPS a GPU, bubble {time.bubble:.1%}"
+        f"{time.tflops:,.0f} TFLOPS a GPU; all ranks together wait for {time.bubble:.1%} of the time that they compute"
     )
     walls = sorted(time.walls.items(), key=lambda item: -item[1])
     shares = (f"{name} {seconds / time.seconds:.1%}" for name, seconds in walls if seconds > 0.0005 * time.seconds)
-    yield "  it goes to: " + ", ".join(shares)
+    yield "  of the slowest rank it goes to: " + ", ".join(shares)
     yield "  predictions rank mappings; docs/throughput.md says how far they are from published runs"
 
 

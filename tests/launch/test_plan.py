@@ -90,6 +90,19 @@ def test_a_setting_that_is_none_is_refused_with_the_closest_ones(capsys: pytest.
     assert "--explain=paralel.ep: is not a setting of this run. Works: parallel.ep" in err
 
 
+def test_memory_is_shown_by_the_reports_own_accounting_too(capsys: pytest.CaptureFixture[str]) -> None:
+    plain = ("recipe=none", "primary=false", "moments=float32")
+    settings = [*(f"--set=precision.{text}" for text in plain), "--set=memory.recompute=none"]
+    code, out, _ = launch(capsys, "plan", "deepseek_v3", "--hw", "gb200", "--table3", *settings)
+    assert code == 0
+    rows = [line.split() for line in out.splitlines()[2:]]
+    assert rows[0] == ["-", "36.4", "32.1", "131.0", "199.6"], "as printed, but for its 199.5"
+    assert [row[0] for row in rows[1:]] == ["0", "64", "128", "192"]
+    assert float(rows[1][-1]) == pytest.approx(218.6, abs=0.1), "the fullest rank is the first"
+    code, _, err = launch(capsys, "plan", "mixtral", "--table3")
+    assert code == 2 and "MODEL=mixtral: shows what Table 3 of the report counts" in err
+
+
 def of_parts(size: int) -> MemoryParts:
     return MemoryParts(parameters=size, gradients=size, optimizer=0, activations=0, logits=0, working=0)
 

@@ -95,15 +95,16 @@ def in_flight(run: RunConfig) -> float:
 
 
 def as_printed(run: RunConfig) -> Table3:
-    """The table's own column: a rank of equal layers of experts, matrices alone."""
+    """The table's own column: a rank of equal layers of experts, matrices alone. Raises ValueError as `saved_tensors` does."""
     layer, model = run.model.layers[-1], run.model
     assert isinstance(layer.mlp, MoE), "the table is of layers of experts"
+    # Said before anything else: of which attention the table is.
+    kept = sum(saved_tensors(layer, model.hidden, run.train.microbatch * run.train.sequence_tokens).values())
     p = run.parallel
     experts = layer.mlp.experts // p.ep * layer.mlp.expert_parameters(model.hidden)
     dense = _matrices(layer, model)
     replicas, copies = run.ranks // (p.tp * p.pp), run.ranks // (p.etp * p.ep * p.pp)
     layers = _layers_of_rank(run)
-    kept = sum(saved_tensors(layer, model.hidden, run.train.microbatch * run.train.sequence_tokens).values())
     return Table3(
         rank=None,
         weights_and_gradients=layers * (dense + experts) * _HELD,

@@ -288,8 +288,15 @@ def _groups(run: RunConfig) -> Groups:
 def _model(out: Path, file: RunFile, groups: Groups, device: torch.device) -> Stage:
     """The model with its first weights: random ones, or those that the run was told to begin with, unless it has a checkpoint since."""
     run = file.run
-    mapping, dtype = run.parallel, _dtype(run)
-    model = build_model(run.model, groups=groups, parallel=mapping, memory=run.memory, dtype=dtype, device=device)
+    model = build_model(
+        run.model,
+        groups=groups,
+        parallel=run.parallel,
+        memory=run.memory,
+        dispatcher_sms=run.execution.dispatcher_sms,
+        dtype=_dtype(run),
+        device=device,
+    )
     # Before there is an optimizer: that keeps a copy in higher precision, or spreads the parameters.
     if file.init is not None and latest(checkpoints_of(out, run)) is None:
         load_initial(file.init, model, groups)

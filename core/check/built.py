@@ -19,7 +19,6 @@ def not_built(run: RunConfig) -> tuple[Fault, ...]:
         "memory.offload": (",".join(memory.offload) or None, None),
         "memory.optimizer_offload": (memory.optimizer_offload, 0.0),
         "execution.graphs": (",".join(execution.graphs) or None, None),
-        "execution.dispatcher_sms": (execution.dispatcher_sms, None),
     }
     return tuple(
         Fault(code="built.not-yet", setting=key, value=_written(value), rule=RULE, works=_written(works))

@@ -38,7 +38,8 @@ class Place:
     """This rank's groups, the mapping they follow, the dtype of parameters and the device that holds them.
 
     later: where products put off their weight gradients, under a schedule that computes them apart. shared: communication buffers.
-    memory: what modules make again in the backward instead of keeping it.
+    memory: what modules make again in the backward instead of keeping it. dispatcher_sms: processors of a GPU that the kernels of a
+    dispatcher's package take (None: its own choice).
     """
 
     groups: Groups
@@ -48,6 +49,7 @@ class Place:
     later: Deferred | None = None
     shared: Shared = field(default_factory=Shared, compare=False)
     memory: MemoryConfig = MemoryConfig()
+    dispatcher_sms: int | None = None
 
     def again(self, name: RecomputeName) -> bool:
         """Whether this is made again in the backward."""

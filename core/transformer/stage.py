@@ -243,12 +243,14 @@ def build_model(
     groups: Groups | None = None,
     parallel: ParallelConfig | None = None,
     memory: MemoryConfig | None = None,
+    dispatcher_sms: int | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Stage:
     """This rank's modules of `model`, uninitialised: `initialise` or a checkpoint fills them. On `meta` they are free.
 
     memory: what is made again in the backward; it changes no result. (What it says of host memory is for whoever can do that.)
+    dispatcher_sms: as of a Place.
     """
     parallel = parallel or ParallelConfig()
     place = Place(
@@ -258,6 +260,7 @@ def build_model(
         device=torch.device(device),
         later=Deferred() if parallel.schedule == "zero_bubble" else None,
         memory=memory or MemoryConfig(),
+        dispatcher_sms=dispatcher_sms,
     )
     return Stage(model, layout_of(model, parallel), place)
 

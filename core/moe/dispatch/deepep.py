@@ -23,6 +23,7 @@ from core.parallel.groups import Group
 INSTALL = "DeepEP as its repository says"
 CALLS = {
     "Buffer": ("group", "num_nvl_bytes", "num_rdma_bytes"),
+    "Buffer.set_num_sms": ("new_num_sms",),
     "Buffer.get_dispatch_config": ("num_ranks",),
     "Buffer.get_combine_config": ("num_ranks",),
     "Buffer.get_dispatch_layout": ("topk_idx", "num_experts"),
@@ -68,12 +69,12 @@ class DeepEPDispatcher:
     def __init__(self, experts: int, place: Place, multiple: int = 1) -> None:
         ep = place.groups.ep
         self.experts, self.local_experts, self.ep, self.multiple = experts, experts_per_rank(experts, ep), ep, multiple
-        self.shared = place.shared
+        self.shared, self.processors = place.shared, place.dispatcher_sms
 
     def dispatch_preprocess(self, hidden_TH: Tensor, routing: Routing) -> tuple[Rows, DeepEPPlan]:
         """Ask the package how many tokens go where; nothing is communicated."""
         row_bytes = hidden_TH.shape[1] * max(hidden_TH.element_size(), 2)
-        buffer = self.shared.get(f"deepep {row_bytes}", lambda: _buffer(self.ep, row_bytes))
+        buffer = self.shared.get(f"deepep {row_bytes}", lambda: _buffer(self.ep, row_bytes, self.processors))
         per_rank, per_rdma_rank, per_expert, in_rank, _ = buffer.get_dispatch_layout(
             topk_idx=routing.experts_TK, num_experts=self.experts
         )
@@ -113,9 +114,15 @@ class DeepEPDispatcher:
         return rows_TH
 
 
-def _buffer(ep: Group, row_bytes: int) -> Any:
-    """The package's buffers, as large as its own settings for so many ranks ask for. Every rank of ep makes them together."""
+def _buffer(ep: Group, row_bytes: int, processors: int | None) -> Any:
+    """The package's buffers, as large as its own settings for so many ranks ask for. Every rank of ep makes them together.
+
+    processors: of a GPU, for all of the package's kernels in this process; None leaves its own number.
+    """
     package: Any = load_deep_ep(CALLS, dispatcher="deepep", install=INSTALL)
+    if processors is not None:
+        # Before its settings are asked for, which depend on it.
+        package.Buffer.set_num_sms(new_num_sms=processors)
     settings = (package.Buffer.get_dispatch_config(ep.size), package.Buffer.get_combine_config(ep.size))
     nvlink = max(each.get_nvl_buffer_size_hint(row_bytes, ep.size) for each in settings)
     rdma = max(each.get_rdma_buffer_size_hint(row_bytes, ep.size) for each in settings)

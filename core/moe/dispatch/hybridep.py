@@ -21,7 +21,10 @@ from core.parallel.collectives import all_reduce_max
 
 INSTALL = "DeepEP as the branch hybrid-ep of its repository says"
 CALLS = {
-    "HybridEPBuffer": ("group", "hidden_dim", "max_num_of_tokens_per_rank", "num_local_experts"),
+    "HybridEPBuffer": (
+        *("group", "hidden_dim", "max_num_of_tokens_per_rank", "num_local_experts"),
+        *("num_sms_dispatch_api", "num_sms_combine_api"),
+    ),
     "HybridEPBuffer.dispatch_with_permute": (
         "hidden",
         "routing_map",
@@ -56,7 +59,7 @@ class HybridEPDispatcher:
     def __init__(self, experts: int, place: Place, multiple: int = 1) -> None:
         ep = place.groups.ep
         self.experts, self.local_experts, self.ep, self.multiple = experts, experts_per_rank(experts, ep), ep, multiple
-        self.shared = place.shared
+        self.shared, self.processors = place.shared, place.dispatcher_sms
 
     def dispatch_preprocess(self, hidden_TH: Tensor, routing: Routing) -> tuple[Rows, Trip]:
         """Fill the tokens up to those of the rank that has most, as the package takes equally many of all; the host waits for that
@@ -82,11 +85,14 @@ class HybridEPDispatcher:
 
         def make() -> Any:
             package: Any = load_deep_ep(CALLS, dispatcher="hybridep", install=INSTALL)
+            number = self.processors
+            own = {} if number is None else {"num_sms_dispatch_api": number, "num_sms_combine_api": number}
             return package.HybridEPBuffer(
                 group=self.ep.handle,
                 hidden_dim=hidden,
                 max_num_of_tokens_per_rank=max(tokens, 1),
                 num_local_experts=self.local_experts,
+                **own,
             )
 
         return self.shared.get(f"hybridep {hidden} {self.local_experts}", make)

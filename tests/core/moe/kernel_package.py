@@ -34,6 +34,13 @@ class Config:
 class Buffer:
     """As deep_ep.Buffer: sends a token once to each rank that holds some of its experts."""
 
+    num_sms = 20
+
+    @staticmethod
+    def set_num_sms(new_num_sms: int) -> None:
+        assert new_num_sms % 2 == 0
+        Buffer.num_sms = new_num_sms
+
     def __init__(
         self, group: Any, num_nvl_bytes: int = 0, num_rdma_bytes: int = 0, low_latency_mode: bool = False
     ) -> None:
@@ -112,8 +119,11 @@ class HybridEPBuffer:
         max_num_of_tokens_per_rank: int,
         num_local_experts: int,
         use_fp8: bool = False,
+        num_sms_dispatch_api: int = 32,
+        num_sms_combine_api: int = 32,
     ) -> None:
         self.group, self.local = group, num_local_experts
+        self.num_sms = num_sms_dispatch_api, num_sms_combine_api
 
     def dispatch_with_permute(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -135,6 +136,26 @@ class OtherBuffer(Buffer):
 def test_an_interface_that_is_another_one_is_named_with_what_it_lacks(held: dict, calls: dict, said: str) -> None:
     with installed(**held), pytest.raises(RequestError, match=said):
         load_deep_ep(calls, dispatcher="deepep", install="it")
+
+
+def processors_of(rank: int, world: int, name: DispatcherName, asked: int | None) -> object:
+    """What the package is told of processors when tokens are first dispatched."""
+    parallel = ParallelConfig(ep=world, dispatcher=name)
+    place = replace(place_on(groups_for(parallel), parallel), dispatcher_sms=asked)
+    with installed():
+        Buffer.set_num_sms(20)
+        preflight(moe_of(work(8, (4, 3))), HIDDEN, place)
+        (buffer,) = place.shared.made.values()
+        return buffer.num_sms
+
+
+@pytest.mark.parametrize(("name", "own", "asked"), [("deepep", 20, 24), ("hybridep", (32, 32), (16, 16))])
+def test_a_package_takes_as_many_processors_as_it_is_told(
+    ranks: Ranks, name: DispatcherName, own: object, asked: object
+) -> None:
+    number = asked if isinstance(asked, int) else 16
+    assert ranks.run(processors_of, 2, name, None) == [own] * 2
+    assert ranks.run(processors_of, 2, name, number) == [asked] * 2
 
 
 def test_both_published_interfaces_fit() -> None:

@@ -193,16 +193,16 @@ def with_setup(command: Callable[..., None]) -> Callable[..., None]:
     "--explain", "key", metavar="KEY", help="What a setting means, where it comes from, what else it could be."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--startable", is_flag=True, help="Search only among what can start today.")
 @click.option("--table3", is_flag=True, help="Memory as Table 3 of the report counts it.")
 @click.option("--html", "page", type=click.Path(path_type=Path), metavar="FILE", help="Write a page to look at.")
-def plan(
-    model: str, search: bool, key: str | None, as_json: bool, table3: bool, page: Path | None, **request: Any
-) -> None:
+def plan(model: str, key: str | None, **options: Any) -> None:
     """Say what MODEL would hold, send and take on some hardware; start nothing."""
     from launch.plan.show import Wanted, show_plan
     from launch.request import Request
 
-    show_plan(model, Request(**request), Wanted(key=key, as_json=as_json, page=page, search=search, table3=table3))
+    wanted = {name: options.pop(name) for name in ("search", "startable", "as_json", "table3", "page")}
+    show_plan(model, Request(**options), Wanted(key=key, **wanted))
 
 
 @cli.command()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
+from core.config.override import Assignment, override
 from core.config.run import RunConfig
 from core.errors import Fault
 
-RULE = "can be planned and priced, and cannot run yet"
+RULE = "can be planned and priced, and cannot run yet (launch plan --startable finds what can)"
 
 
 def not_built(run: RunConfig) -> tuple[Fault, ...]:
@@ -14,8 +17,6 @@ def not_built(run: RunConfig) -> tuple[Fault, ...]:
     asked = {
         "precision.recipe": (precision.recipe, None),
         "precision.primary": (precision.primary, False),
-        "precision.main_gradients": (precision.main_gradients, "float32"),
-        "precision.moments": (precision.moments, "float32"),
         "memory.offload": (",".join(memory.offload) or None, None),
         "memory.optimizer_offload": (memory.optimizer_offload, 0.0),
         "execution.graphs": (",".join(execution.graphs) or None, None),
@@ -25,6 +26,12 @@ def not_built(run: RunConfig) -> tuple[Fault, ...]:
         for key, (value, works) in asked.items()
         if value != works
     )
+
+
+def startable(run: RunConfig, fixed: Collection[str] = ()) -> RunConfig:
+    """The run without what cannot run yet, but for the settings in `fixed`: the same model, and with what `not_built` says would work."""
+    asked = (Assignment(key=f.setting, text=f.works) for f in not_built(run) if f.setting not in fixed)
+    return override(run, tuple(asked))[0]
 
 
 def _written(value: object) -> str:

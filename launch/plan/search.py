@@ -15,7 +15,7 @@ from math import inf
 from typing import Protocol
 
 from core.check import check
-from core.check.built import not_built
+from core.check.built import not_built, startable
 from core.config.override import settings
 from core.config.run import RunConfig
 from core.errors import RequestError
@@ -82,9 +82,10 @@ def search(
             f"--hw {run.hardware}: nothing is known of it beforehand, so set-ups cannot be compared. "
             "Works: a kind of hardware with a profile, as gb200 or h100."
         )
+    asked, run = run, startable(run, fixed) if buildable_only else run
     quick, exact = _planners(run, planner)
     prices = Prices(run, gpus, profile, quick, price_time or _price_time())
-    return _Search(prices, exact, fixed, buildable_only).result()
+    return _Search(asked, prices, exact, fixed, buildable_only).result()
 
 
 class Prices:
@@ -132,7 +133,10 @@ class _Lead:
 class _Search:
     """One search: what it may vary, what it knows, and what it has ruled out."""
 
-    def __init__(self, prices: Prices, exact: PriceMemory, fixed: frozenset[str], buildable_only: bool) -> None:
+    def __init__(
+        self, asked: RunConfig, prices: Prices, exact: PriceMemory, fixed: frozenset[str], buildable_only: bool
+    ) -> None:
+        self._asked = asked
         self._prices, self._exact, self._fixed, self._buildable_only = prices, exact, fixed, buildable_only
         self._run, self._gpus, self._profile = prices.run, prices.gpus, prices.profile
         self._legal: dict[Setup, bool] = {}
@@ -411,7 +415,7 @@ class _Search:
             seconds=step.seconds,
             memory=used,
             headroom=self._prices.capacity - used,
-            settings=_changed(replace(self._run, ranks=self._gpus), run),
+            settings=_changed(replace(self._asked, ranks=self._gpus), run),
             steps=lead.steps,
             cannot_start=tuple(f"{fault.setting}={fault.value}" for fault in not_built(run)),
         )

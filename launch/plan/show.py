@@ -21,13 +21,14 @@ from launch.request import Planned, Request, new_run
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
     """What `launch plan` is to give: a setting explained, JSON instead of tables, a page, the best mapping of all, or memory as Table 3 of
-    the report counts it."""
+    the report counts it. startable: search only among what can start today."""
 
     key: str | None = None
     as_json: bool = False
     page: Path | None = None
     search: bool = False
     table3: bool = False
+    startable: bool = False
 
 
 def show_plan(model: str, request: Request, wanted: Wanted) -> None:
@@ -39,7 +40,7 @@ def show_plan(model: str, request: Request, wanted: Wanted) -> None:
     if wanted.table3:
         click.echo("\n".join(_table3(planned.run)))
         return
-    if wanted.search:
+    if wanted.search or wanted.startable:
         _show_search(planned, wanted)
         return
     from launch.plan.make import make_plan
@@ -63,7 +64,7 @@ def _show_search(planned: Planned, wanted: Wanted) -> None:
 
     # What the user has asked for stays as it is: every flag and --set, by the key that it sets.
     fixed = frozenset(key for key, origin in planned.origins.items() if origin.startswith("-"))
-    result = search(planned.run, planned.run.ranks, fixed=fixed)
+    result = search(planned.run, planned.run.ranks, fixed=fixed, buildable_only=wanted.startable)
     if wanted.as_json:
         click.echo(json.dumps(asdict(result), indent=2, allow_nan=False))
         return

@@ -230,12 +230,9 @@ def test_f1_every_set_up_on_other_numbers_of_gpus_is_refused_for_just_the_grids_
 UNBUILT = (
     ("precision.recipe", "fp8_current", "none"),
     ("precision.primary", "true", "false"),
-    ("precision.main_gradients", "bfloat16", "float32"),
-    ("precision.moments", "bfloat16", "float32"),
     ("memory.offload", "core_attn,moe_act", "none"),
     ("memory.optimizer_offload", "0.5", "0.0"),
     ("execution.graphs", "attn,moe_router", "none"),
-    ("execution.dispatcher_sms", "20", "none"),
 )
 
 

@@ -159,6 +159,19 @@ def test_what_cannot_start_yet_is_named_and_left_out_on_request(mixtral: SearchR
         assert not found.cannot_start and not not_built(found.setup.on(MIXTRAL, 64))
 
 
+def test_a_search_for_what_can_start_leaves_out_what_the_set_up_asked_for_and_cannot() -> None:
+    low = replace(MIXTRAL, precision=replace(MIXTRAL.precision, recipe="fp8_blockwise", primary=True))
+    result = searched(low, 64, buildable_only=True)
+    assert result.found
+    for found in result.found:
+        assert found.cannot_start == ()
+        assert {"precision.recipe=none", "precision.primary=false"} <= set(found.settings), (
+            "as changes of what was asked for"
+        )
+    fixed = searched(low, 64, buildable_only=True, fixed=frozenset({"precision.recipe"}))
+    assert not fixed.found and fixed.losers, "what the user insists on cannot start"
+
+
 def test_every_step_on_the_way_to_a_set_up_names_its_option_and_its_reason(mixtral: SearchResult) -> None:
     for step in mixtral.found[0].steps:
         option, _, reason = step.partition(": ")

@@ -107,11 +107,15 @@ def start(asked: Start, backend: Backend | None = None) -> None:
     variables = job_environment(planned, out if asked.resume else None)
     job = make_job(planned.run, out, asked.restarts, variables)
     if asked.dry_run:
-        click.echo("\n".join([describe(planned, _plan(planned.run), out), *_script_lines(backend.script(job))]))
+        _show(planned, job, backend)
         return
-    if unbuilt := not_built(planned.run):
-        raise ConfigError(unbuilt)
-    backend.refuse(job)
+    try:
+        _refuse_unstartable(planned.run, job, backend)
+    except RequestError:
+        # On a laptop one sees the job that a cluster would start.
+        if _needs_cluster(job):
+            _show(planned, job, backend)
+        raise
     if begun is None:
         _refuse_used(planned.run.checkpoint.address)
     else:
@@ -131,6 +135,26 @@ def start(asked: Start, backend: Backend | None = None) -> None:
     _write_summary(out, planned.run, tokens)
     click.echo(f"run folder: {out}", err=aside)
     start_job(asked, planned.run, job, backend)
+
+
+def _refuse_unstartable(run: RunConfig, job: Job, backend: Backend) -> None:
+    """Raises RequestError where the engine cannot do what is asked, or the place cannot run it."""
+    if unbuilt := not_built(run):
+        raise ConfigError(unbuilt)
+    backend.refuse(job)
+
+
+def _needs_cluster(job: Job) -> bool:
+    """Whether the job is for more than one node."""
+    return job.gpus_per_node is not None and job.ranks > job.gpus_per_node
+
+
+def _show(planned: Planned, job: Job, backend: Backend) -> None:
+    """The whole plan, and the script; of a job for a cluster that was not said, the one for Slurm."""
+    script = backend.script(job)
+    if script is None and _needs_cluster(job):
+        script = choose_backend(PRINT, ()).script(job)
+    click.echo("\n".join([describe(planned, _plan(planned.run), job.out), *_script_lines(script)]))
 
 
 def _plan(run: RunConfig) -> Plan:

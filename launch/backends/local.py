@@ -306,7 +306,7 @@ def _refuse_missing_devices(ranks: int) -> None:
     there = torch.cuda.device_count()
     if there < ranks:
         rule = f"each rank needs a CUDA device, and torch sees {there} here"
-        works = f"1 to {there}" if there else "--hw cpu"
+        works = f"{f'1 to {there}' if there else '--hw cpu'}, or --backend slurm, kubernetes or print"
         raise ConfigError([Fault(setting="--ranks", value=ranks, rule=rule, works=works)])
 
 

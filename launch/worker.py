@@ -39,6 +39,7 @@ from core.data.storage import TokenFiles, TokenSplit, open_tokens
 from core.data.tokenizer import load_tokenizer
 from core.errors import CheckpointError, ZooError
 from core.moe.dispatch.preflight import preflight
+from core.optim.formats import formats_of
 from core.optim.make import make_optimizer
 from core.optim.protocol import Optimizer
 from core.parallel.collectives import all_reduce_sum
@@ -109,7 +110,7 @@ def train(out: Path, flag: StopFlag) -> Progress:
     data = open_tokens(Path(file.prepared), vocab=run.model.vocab)
     model = _model(out, file, groups, device)
     _preflight(run, model)
-    optimizer = make_optimizer(model, run.optimizer, groups, run.parallel)
+    optimizer = make_optimizer(model, run.optimizer, groups, run.parallel, formats_of(run.precision))
     start = _restore(out, run, data, model, optimizer, groups)
     mine = torch.tensor([measure_matmul_rate(_dtype(run), device)], dtype=torch.float64, device=device)
     rate = all_reduce_sum(mine, groups.world)

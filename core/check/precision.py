@@ -1,4 +1,4 @@
-"""Rules over number formats: a recipe quantises in blocks, and a matrix must consist of whole ones."""
+"""Rules over number formats: a recipe quantises in blocks, and a matrix must consist of whole ones; what is added up keeps what is added."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ BLOCKS: dict[RecipeName, int] = {
     "mxfp8": 32,
     "nvfp4": 16,
 }
+# Half a unit of bfloat16's last place, of a number just above a power of two: a decay by less is undone by rounding to nearest.
+_LEAST_DECAY = 2.0**-8
 
 
 def check_precision(run: RunConfig) -> Iterator[Fault]:
-    """Every fault of a recipe, and of what is asked for that only a recipe has."""
+    """Every fault of a recipe, of what is asked for that only a recipe has, and of what is kept in too few bits."""
     precision = run.precision
     if precision.primary and precision.recipe is None:
         rule = "holds weights in the format of a recipe, and precision.recipe=none"
@@ -32,6 +34,29 @@ def check_precision(run: RunConfig) -> Iterator[Fault]:
         )
     if precision.recipe is not None:
         yield from _whole_blocks(run, precision.recipe)
+    yield from _too_few_bits(run)
+
+
+def _too_few_bits(run: RunConfig) -> Iterator[Fault]:
+    """Gradients that would be cut to half their bits, and moments that could not decay."""
+    precision, optimizer = run.precision, run.optimizer
+    if precision.main_gradients == "bfloat16" and precision.compute != "bfloat16":
+        yield Fault(
+            code="precision.main-gradients-compute",
+            setting="precision.main_gradients",
+            value=precision.main_gradients,
+            rule=f"has fewer bits than the gradients themselves, which are computed in precision.compute={precision.compute}",
+            works="float32, or precision.compute=bfloat16",
+        )
+    for name, beta in (("beta1", optimizer.beta1), ("beta2", optimizer.beta2)):
+        if precision.moments == "bfloat16" and 1 - _LEAST_DECAY < beta < 1:
+            yield Fault(
+                code="precision.moments-decay",
+                setting=f"optimizer.{name}",
+                value=beta,
+                rule="keeps so much of a moment each step that precision.moments=bfloat16, which rounds to 8 bits, would not let it decay",
+                works=f"{1 - _LEAST_DECAY:.3f} or less, or precision.moments=float32",
+            )
 
 
 def _whole_blocks(run: RunConfig, recipe: RecipeName) -> Iterator[Fault]:

@@ -18,8 +18,9 @@ class PrecisionConfig:
     """`compute`: dtype of parameters and activations. Router, norms' statistics and losses are float32 whatever it is.
 
     recipe: the format of the operands of matrix products in layers; None multiplies in `compute`. primary: the weights themselves
-    are held in the recipe's format, and gathered in it. main_gradients: of gradients summed over microbatches. moments: of the
-    optimizer's two moments. Master weights are float32.
+    are held in the recipe's format, and gathered in it. main_gradients: of gradients summed over microbatches, and sent to be
+    summed over copies. moments: of the optimizer's two moments between steps. Master weights, and the arithmetic of the update, are
+    float32.
     """
 
     compute: FloatName = "float32"

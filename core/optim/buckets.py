@@ -50,9 +50,8 @@ class Slot:
 class Bucket:
     """Neighbouring parameters of one kind, whose `.data` are views of the flat `parameters`.
 
-    parameters, gradients: [group.size * n], gaps and end zero; the gradients are float32, float64 for float64 parameters.
-    master: [n], what the update works on of my part: that part of `parameters` itself if it is precise enough, else a float32
-    copy. waiting: how many parameters will be reached by further passes.
+    parameters, gradients: [group.size * n], gaps and end zero. master: [n], what the update works on of my part: that part of
+    `parameters` itself if it is precise enough, else a float32 copy. waiting: how many parameters will be reached by further passes.
     """
 
     slots: tuple[Slot, ...]
@@ -65,7 +64,7 @@ class Bucket:
 
     def __post_init__(self) -> None:
         mine = own_part(self.parameters, self.group)
-        self.master = mine if mine.dtype == self.gradients.dtype else mine.to(self.gradients.dtype)
+        self.master = mine.to(main_dtype(mine.dtype))
 
     @property
     def own_gradients(self) -> Tensor:
@@ -84,12 +83,15 @@ class Bucket:
 
 
 @torch.no_grad()
-def pack(entries: Mapping[str, Entry], groups: Groups, bucket_bytes: int) -> tuple[Bucket, ...]:
+def pack(
+    entries: Mapping[str, Entry], groups: Groups, bucket_bytes: int, gradients: torch.dtype | None = None
+) -> tuple[Bucket, ...]:
     """The trained parameters `entries` (in module order) in buckets, in the order in which backward completes them.
 
     A bucket holds parameters of equal dtype, decay and group of copies, in module order, of up to `bucket_bytes` bytes of
-    gradients; a larger parameter is alone. The parameters move into the buckets, values and identity kept. Groups of equal ranks
-    but different axes stay apart, so that the bytes of each axis are counted as its own.
+    masters; a larger parameter is alone. The parameters move into the buckets, values and identity kept. Groups of equal ranks
+    but different axes stay apart, so that the bytes of each axis are counted as its own. gradients: the dtype of main gradients,
+    None for that of masters.
 
     The order is that of the buckets' first parameters in the module, backwards. Ranks that share a group have the same
     parameters for it in the same order, so they come to the same buckets in the same order, whatever else each of them has.
@@ -99,13 +101,13 @@ def pack(entries: Mapping[str, Entry], groups: Groups, bucket_bytes: int) -> tup
         group = replicas(entry.spec, groups)
         return group.axis, group.ranks, entry.spec.decay, entry.tensor.dtype
 
-    return tuple(_bucket(members, groups) for members in in_chunks(entries, kind, bucket_bytes))
+    return tuple(_bucket(members, groups, gradients) for members in in_chunks(entries, kind, bucket_bytes))
 
 
 def in_chunks(
     entries: Mapping[str, Entry], kind: Callable[[Entry], Hashable], most_bytes: int
 ) -> list[list[tuple[str, Entry]]]:
-    """Entries of one kind together, in chunks of up to `most_bytes` of gradients; the chunks as backward completes them."""
+    """Entries of one kind together, in chunks of up to `most_bytes` of masters; the chunks as backward completes them."""
     classes: dict[Hashable, list[tuple[int, str, Entry]]] = {}
     for index, (name, entry) in enumerate(entries.items()):
         classes.setdefault(kind(entry), []).append((index, name, entry))
@@ -125,7 +127,7 @@ def lay_out(members: Sequence[tuple[str, Entry]], dtype: torch.dtype, ranks: int
 
 
 def main_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which format gradients are summed and parameters updated."""
+    """In which format parameters are updated and, unless fewer bits are asked for, gradients summed."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -145,13 +147,13 @@ def _chunks_of(members: Sequence[tuple[int, str, Entry]], most_bytes: int) -> It
         yield chunk[::-1]
 
 
-def _bucket(members: Sequence[tuple[str, Entry]], groups: Groups) -> Bucket:
+def _bucket(members: Sequence[tuple[str, Entry]], groups: Groups, narrow: torch.dtype | None) -> Bucket:
     """The buffers of some parameters, which move into them."""
     first = members[0][1]
     group, like = replicas(first.spec, groups), first.tensor
     starts, size = lay_out(members, like.dtype, group.size)
     parameters = torch.zeros(size, dtype=like.dtype, device=like.device)
-    gradients = torch.zeros(size, dtype=main_dtype(like.dtype), device=like.device)
+    gradients = torch.zeros(size, dtype=narrow or main_dtype(like.dtype), device=like.device)
     slots = []
     for (name, entry), start in zip(members, starts, strict=True):
         tensor = entry.tensor

@@ -11,6 +11,7 @@ from core.config.run import OptimizerConfig
 from core.optim.adam import AdamW, Shard
 from core.optim.buckets import BUCKET_BYTES, Bucket, pack
 from core.optim.distributed import Gathering, Reduction
+from core.optim.formats import Formats
 from core.optim.norm import sum_of_squares
 from core.parallel.collectives import all_reduce_sum
 from core.parallel.groups import Groups
@@ -27,15 +28,22 @@ class ChainedOptimizer:
     """
 
     def __init__(
-        self, model: nn.Module, config: OptimizerConfig, groups: Groups, *, bucket_bytes: int = BUCKET_BYTES
+        self,
+        model: nn.Module,
+        config: OptimizerConfig,
+        groups: Groups,
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+        formats: Formats | None = None,
     ) -> None:
+        formats = formats or Formats()
         trained = {name: entry for name, entry in declared(model).items() if entry.spec.trained}
         self.config = config
         self.groups = groups
         self.steps = 0
-        self.buckets = pack(trained, groups, bucket_bytes)
+        self.buckets = pack(trained, groups, bucket_bytes, formats.gradients)
         self.shards = [Shard(master=b.master, gradient=b.own_gradients, decay=b.decay) for b in self.buckets]
-        self.adam = AdamW(self.shards, config)
+        self.adam = AdamW(self.shards, config, formats.moments)
         self.reduction = Reduction(self.buckets)
         self.gathering = Gathering(self.buckets)
 
@@ -70,10 +78,7 @@ class ChainedOptimizer:
         assert self.reduction.done, "step() comes after reduce()"
         self.wait_all()
         limit = self.config.clip_norm
-        if limit is not None and norm > limit:
-            for shard in self.shards:
-                shard.gradient.mul_(limit / norm)
-        self.adam.step(rate)
+        self.adam.step(rate, limit / norm if limit is not None and norm > limit else 1.0)
         for bucket in self.buckets:
             bucket.publish()
         self.gathering.start()

@@ -32,16 +32,17 @@ from core.transformer.stage import Stage
 MOST_PADDING = 1.1
 
 
-def shard(model: Stage, groups: Groups) -> None:
+def shard(model: Stage, groups: Groups, gradients: torch.dtype | None = None) -> None:
     """Leave this rank its shards of the parameters of `model`; each module gathers what it needs whenever it runs.
 
     Values are kept, so a model may be initialised before or after; a large one is built on meta, and only its shards are made
     (`Module.to_empty`) and initialised. Shards are float32 (float64 for such), the masters that the optimizer updates; modules
-    compute with, and gather, the model's own dtype. What no other rank holds stays as it is.
+    compute with, and gather, the model's own dtype. What no other rank holds stays as it is. gradients: in which dtype they are
+    sent to be summed; None: that of the masters.
 
     Units are the experts of every block, the rest of every block and of every multi-token prediction module, the embedding, the
     final norm and the head. A unit is gathered for each forward, and again for its backward, behind which its gradients are
-    reduce-scattered in float32, as a plain sum (contract 4), and added up sharded. So each microbatch sends three times
+    reduce-scattered, as a plain sum (contract 4), and added up sharded. So each microbatch sends three times
     (n - 1) / n of most units, and few of them are whole at a time; gradients kept whole until a step's last backward would
     spare a third of that, and take four bytes for every parameter of the model.
     """
@@ -63,7 +64,7 @@ def shard(model: Stage, groups: Groups) -> None:
     if not plan:
         return
     meshes = {group.ranks: _mesh(group, model) for _, group in plan}
-    policy = _policy(model.place.dtype)
+    policy = _policy(model.place.dtype, gradients)
     for unit, group in plan:
         _wrap(unit, group, meshes[group.ranks], policy, alone)
     # The root has no parameters of its own; it lets the units share streams and fetch each other's parameters in advance.
@@ -122,12 +123,12 @@ def _register_methods(model: Stage) -> None:
         model.embedding.set_unshard_in_backward(False)
 
 
-def _policy(dtype: torch.dtype) -> MixedPrecisionPolicy:
-    """Compute in `dtype` with shards, and sums of gradients, in the dtype of masters. Modules cast their inputs themselves."""
-    main = main_dtype(dtype)
-    if main == dtype:
+def _policy(dtype: torch.dtype, gradients: torch.dtype | None) -> MixedPrecisionPolicy:
+    """Compute in `dtype` with shards in the dtype of masters. Modules cast their inputs themselves."""
+    summed = gradients or main_dtype(dtype)
+    if summed == dtype == main_dtype(dtype):
         return MixedPrecisionPolicy(cast_forward_inputs=False)
-    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=main, cast_forward_inputs=False)
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=summed, cast_forward_inputs=False)
 
 
 def _mesh(group: Group, model: Stage) -> DeviceMesh:

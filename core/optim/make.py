@@ -5,6 +5,7 @@ from __future__ import annotations
 from core.config.mapping import ParallelConfig
 from core.config.run import OptimizerConfig
 from core.optim.chained import ChainedOptimizer
+from core.optim.formats import Formats
 from core.optim.fsdp import is_sharded_model, shard
 from core.optim.protocol import Optimizer
 from core.optim.shards import FullyShardedOptimizer
@@ -12,15 +13,22 @@ from core.parallel.groups import Groups
 from core.transformer.stage import Stage
 
 
-def make_optimizer(model: Stage, config: OptimizerConfig, groups: Groups, parallel: ParallelConfig) -> Optimizer:
+def make_optimizer(
+    model: Stage,
+    config: OptimizerConfig,
+    groups: Groups,
+    parallel: ParallelConfig,
+    formats: Formats | None = None,
+) -> Optimizer:
     """The optimizer of `parallel.sharding` over a model that has its values; under fsdp the model is sharded, if it is not yet.
 
-    From now on the model's tensors are where they stay, and are read and written through `core.state.inventory`.
+    formats: of moments and main gradients, None for those of masters. A model that is sharded already sums gradients over its shards as
+    `shard` was told. From now on the model's tensors are where they stay, and are read and written through `core.state.inventory`.
     """
     match parallel.sharding:
         case "zero1":
-            return ChainedOptimizer(model, config, groups)
+            return ChainedOptimizer(model, config, groups, formats=formats)
         case "fsdp":
             if not is_sharded_model(model):
-                shard(model, groups)
-            return FullyShardedOptimizer(model, config, groups)
+                shard(model, groups, None if formats is None else formats.gradients)
+            return FullyShardedOptimizer(model, config, groups, formats=formats)

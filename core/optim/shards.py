@@ -12,6 +12,7 @@ from core.config.run import OptimizerConfig
 from core.optim.adam import AdamW, Shard
 from core.optim.buckets import BUCKET_BYTES, in_chunks, lay_out, main_dtype
 from core.optim.distributed import Reduction
+from core.optim.formats import Formats
 from core.optim.norm import sum_of_squares
 from core.parallel.collectives import all_reduce_sum
 from core.parallel.groups import Group, Groups
@@ -41,7 +42,7 @@ class ShardSlot:
 
 @dataclass(eq=False, kw_only=True)
 class ShardBucket:
-    """Parameters of whose shards the same ranks hold copies; gradients: [group.size * n] in float32, or float64 for such."""
+    """Parameters of whose shards the same ranks hold copies; gradients: [group.size * n]."""
 
     slots: tuple[ShardSlot, ...]
     group: Group
@@ -58,16 +59,23 @@ class FullyShardedOptimizer:
     """
 
     def __init__(
-        self, model: Stage, config: OptimizerConfig, groups: Groups, *, bucket_bytes: int = BUCKET_BYTES
+        self,
+        model: Stage,
+        config: OptimizerConfig,
+        groups: Groups,
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+        formats: Formats | None = None,
     ) -> None:
+        formats = formats or Formats()
         self.config = config
         self.compute = model.place.dtype
         self.groups = groups
         self.steps = 0
-        self.buckets = _pack(model, groups, bucket_bytes)
+        self.buckets = _pack(model, groups, bucket_bytes, formats.gradients)
         self.slots = [slot for bucket in self.buckets for slot in bucket.slots if slot.gradient.numel()]
         self.shards = [Shard(master=s.master, gradient=s.gradient, decay=s.entry.spec.decay) for s in self.slots]
-        self.adam = AdamW(self.shards, config)
+        self.adam = AdamW(self.shards, config, formats.moments)
         self.reduction = Reduction(self.buckets)
 
     def begin(self, passes: Mapping[str, int] | int) -> None:
@@ -100,10 +108,7 @@ class FullyShardedOptimizer:
         """Scale gradients of the global norm `norm` down to clip_norm where they exceed it, and update every shard."""
         assert self.reduction.done, "step() comes after reduce()"
         limit = self.config.clip_norm
-        if limit is not None and norm > limit:
-            for bucket in self.buckets:
-                bucket.gradients.mul_(limit / norm)
-        self.adam.step(rate)
+        self.adam.step(rate, limit / norm if limit is not None and norm > limit else 1.0)
         for slot in self.slots:
             if slot.master.dtype != slot.entry.tensor.dtype:
                 slot.entry.tensor.copy_(slot.master)
@@ -137,7 +142,9 @@ class FullyShardedOptimizer:
 
 
 @torch.no_grad()
-def _pack(model: nn.Module, groups: Groups, bucket_bytes: int) -> tuple[ShardBucket, ...]:
+def _pack(
+    model: nn.Module, groups: Groups, bucket_bytes: int, gradients: torch.dtype | None
+) -> tuple[ShardBucket, ...]:
     """The trained parameters in buckets, in the order in which backward completes them; see `core.optim.buckets.pack`."""
     parameters = dict(model.named_parameters())
 
@@ -145,15 +152,20 @@ def _pack(model: nn.Module, groups: Groups, bucket_bytes: int) -> tuple[ShardBuc
         return copies(entry, groups).ranks, main_dtype(entry.tensor.dtype)
 
     trained = {name: entry for name, entry in declared(model).items() if entry.spec.trained}
-    return tuple(_bucket(members, parameters, groups) for members in in_chunks(trained, kind, bucket_bytes))
+    chunks = in_chunks(trained, kind, bucket_bytes)
+    return tuple(_bucket(members, parameters, groups, gradients) for members in chunks)
 
 
 def _bucket(
-    members: Sequence[tuple[str, Entry]], parameters: Mapping[str, nn.Parameter], groups: Groups
+    members: Sequence[tuple[str, Entry]],
+    parameters: Mapping[str, nn.Parameter],
+    groups: Groups,
+    narrow: torch.dtype | None,
 ) -> ShardBucket:
     """The main gradients of some parameters, zero."""
     first = members[0][1]
-    group, dtype = copies(first, groups), main_dtype(first.tensor.dtype)
+    group, main = copies(first, groups), main_dtype(first.tensor.dtype)
+    dtype = narrow or main
     starts, size = lay_out(members, dtype, group.size)
     gradients = torch.zeros(size, dtype=dtype, device=first.tensor.device)
     slots = []
@@ -161,7 +173,7 @@ def _bucket(
         # Not the parameter itself, which FSDP and autograd give gradients of their own.
         held = entry.tensor.detach()
         gradient = gradients[start : start + held.numel()].view(held.shape)
-        master = held if held.dtype == dtype else held.to(dtype)
+        master = held.to(main)
         parameter = parameters[name]
         slots.append(ShardSlot(name=name, entry=entry, parameter=parameter, gradient=gradient, master=master))
     return ShardBucket(slots=tuple(slots), group=group, gradients=gradients)

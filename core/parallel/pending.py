@@ -15,6 +15,9 @@ from torch import Tensor
 from core.parallel.collectives import gather_into
 from core.parallel.groups import Group
 
+# Elements of 16-bit floats that are summed at once, so that their float32 sum is a small buffer beside theirs.
+_PIECE = 1 << 20
+
 
 @dataclass(kw_only=True)
 class Pending:
@@ -38,7 +41,8 @@ def start_reduce_scatter(flat: Tensor, group: Group) -> Pending:
     """The sum over ranks of my part of `flat`: [size * n] -> [n], which is that part of `flat` itself.
 
     The other parts of `flat` are kept. The sum is taken in the order of the ranks, from an all-to-all that sends as much as a
-    reduce-scatter does: the same bits on every backend and in every run. Until `wait` a second buffer of the size of `flat` is held.
+    reduce-scatter does: the same bits on every backend and in every run. 16-bit floats are summed in float32 and rounded once. Until
+    `wait` a second buffer of the size of `flat` is held.
     Raises ValueError if the elements do not divide by the ranks.
     """
     mine = own_part(flat, group)
@@ -49,12 +53,25 @@ def start_reduce_scatter(flat: Tensor, group: Group) -> Pending:
     work = dist.all_to_all_single(parts.view(-1), flat, group=group.handle, async_op=True)
 
     def finish() -> Tensor:
+        if flat.dtype.itemsize == 2:
+            _sum_widened(parts, mine)
+            return mine
         torch.add(parts[0], parts[1], out=mine)
         for part in parts[2:]:
             mine.add_(part)
         return mine
 
     return Pending(work=work, finish=finish)
+
+
+def _sum_widened(parts: Tensor, out: Tensor) -> None:
+    """The sum in float32 of [ranks, n], in the order of the ranks, rounded to [n]."""
+    for start in range(0, out.numel(), _PIECE):
+        piece = slice(start, start + _PIECE)
+        total = parts[0, piece].to(torch.float32)
+        for part in parts[1:]:
+            total += part[piece]
+        out[piece].copy_(total)
 
 
 def start_all_gather(flat: Tensor, group: Group) -> Pending:

@@ -249,7 +249,8 @@ class QuickMemory:
         gradients = gradient * (dense + experts)
         if p.sharding == "fsdp":
             shards = copies[0] / p.fsdp_replicas, max(1.0, copies[1] / p.fsdp_replicas)
-            weights, gradients = (4 * (dense / shards[0] + experts / shards[1]),) * 2
+            numbers = dense / shards[0] + experts / shards[1]
+            weights, gradients = 4 * numbers, gradient * numbers
         bucket = BUCKET_BYTES / element
         travelling = 0.0
         if copies[0] > 1:

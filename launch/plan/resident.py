@@ -13,6 +13,7 @@ import torch
 
 from core.config.precision import FOUR_BITS, PrecisionConfig
 from core.optim.buckets import BUCKET_BYTES, in_chunks, lay_out, main_dtype
+from core.optim.formats import formats_of
 from core.optim.fsdp import MOST_PADDING
 from core.parallel.groups import Group, Groups
 from core.pipeline.layout import Part
@@ -128,9 +129,8 @@ def fsdp(
         parameters += padded * main.itemsize if sharded else shards[name] * dtype.itemsize
         if sharded:
             units.setdefault(_unit(name), []).append(padded * group.size)
-            # Its gradient is summed in the dtype of masters.
             times = gathers.get(_unit(name), 2)
-            once = (group.size - 1) * padded * (times * dtype.itemsize + main.itemsize)
+            once = (group.size - 1) * padded * (times * dtype.itemsize + _gradient_bytes(main, precision))
             by_unit[group.axis] = by_unit.get(group.axis, 0) + once
     gradients, sent = _copies_of_shards(trained, shards, groups, main, precision)
     optimizer = 0
@@ -145,7 +145,7 @@ def fsdp(
         gradients=gradients,
         optimizer=optimizer,
         travelling=0,
-        gathered=two * dtype.itemsize + max(whole, default=0) * main.itemsize,
+        gathered=two * dtype.itemsize + max(whole, default=0) * _gradient_bytes(main, precision),
         sent=sent,
         sent_by_units=by_unit,
     )
@@ -167,7 +167,7 @@ def _copies_of_shards(
     gradients, sent = 0, dict[str, int]()
     for members in in_chunks(sized, kind, BUCKET_BYTES):
         group = _copies(members[0][1], groups)
-        _, size = lay_out(members, main, group.size)
+        _, size = lay_out(members, formats_of(precision).gradients or main, group.size)
         gradients += size * _gradient_bytes(main, precision)
         if group.size > 1:
             both = 2 * (group.size - 1) * (size // group.size) * _gradient_bytes(main, precision)
@@ -238,16 +238,16 @@ def _split(named: Sequence[Named]) -> tuple[dict[str, Entry], int]:
     return trained, sum(entry.tensor.nbytes for _, entry in named if not entry.spec.trained)
 
 
-# What follows is declared and not built yet (core/check/built.py): planned by these rules.
-
-
 def _gradient_bytes(main: torch.dtype, precision: PrecisionConfig) -> int:
-    return 2 if precision.main_gradients == "bfloat16" else main.itemsize
+    return (formats_of(precision).gradients or main).itemsize
 
 
 def _moment_bytes(main: torch.dtype, precision: PrecisionConfig) -> int:
     """Both moments of one element."""
-    return 2 * (2 if precision.moments == "bfloat16" else main.itemsize)
+    return 2 * (formats_of(precision).moments or main).itemsize
+
+
+# What follows is declared and not built yet (core/check/built.py): planned by this rule.
 
 
 def _primary_share(members: Sequence[Named], precision: PrecisionConfig) -> float:

@@ -14,6 +14,7 @@ from core.config.architecture import MoE
 from core.config.run import RunConfig
 from core.moe.workload import Workload
 from core.optim.chained import ChainedOptimizer
+from core.optim.formats import formats_of
 from core.optim.make import make_optimizer
 from core.optim.protocol import Optimizer
 from core.optim.shards import FullyShardedOptimizer
@@ -78,7 +79,7 @@ def measure(rank: int, world: int, run: RunConfig) -> Measured:
     batch = batch_for(run, groups)
     # Before FSDP shards it: what waits does not depend on where parameters are.
     kept = tuple(kept_by_watch(model, chunk, batch) for chunk in range(len(model.parts)))
-    optimizer = make_optimizer(model, run.optimizer, groups, run.parallel)
+    optimizer = make_optimizer(model, run.optimizer, groups, run.parallel, formats_of(run.precision))
     held = _held(model, optimizer)
     meter.sent_bytes.clear()
     replicas = groups.dp.size * run.train.microbatch

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from core.config.mapping import ParallelConfig
+from core.optim.formats import Formats
 from core.optim.make import make_optimizer
 from core.optim.protocol import Optimizer
 from core.parallel.groups import Groups, groups_for
@@ -22,14 +23,14 @@ FSDP = ParallelConfig(sharding="fsdp")
 
 
 def built(
-    case: Case, *, dtype: torch.dtype = torch.float64, meter: Meter | None = None
+    case: Case, *, dtype: torch.dtype = torch.float64, meter: Meter | None = None, formats: Formats | None = None
 ) -> tuple[Stage, Optimizer, Groups]:
     """The initialised model of a case, and its optimizer."""
     stages = layout_of(case.model, case.parallel).embedding_stages(case.model.tied_embeddings)
     groups = groups_for(case.parallel, embedding_stages=stages, meter=meter)
     model = build_model(case.model, groups=groups, parallel=case.parallel, dtype=dtype)
     initialise(model, 7)
-    return model, make_optimizer(model, case.optimizer, groups, case.parallel), groups
+    return model, make_optimizer(model, case.optimizer, groups, case.parallel, formats), groups
 
 
 def steps_of(case: Case, model: Stage, optimizer: Optimizer, groups: Groups, steps: Sequence[int]) -> list[StepResult]:

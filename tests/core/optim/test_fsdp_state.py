@@ -14,6 +14,7 @@ from ckpt.load import load
 from ckpt.save import Saving, save
 from core.config.mapping import ParallelConfig
 from core.config.run import OptimizerConfig
+from core.optim.formats import Formats
 from core.optim.protocol import Optimizer
 from core.parallel.groups import Groups
 from core.state.box import Box
@@ -54,9 +55,9 @@ def pieces_of(tensors: Sequence[ShardedTensor]) -> list[Piece]:
     return [(t.name, t.shape, t.box, t.data.clone()) for t in tensors]
 
 
-def saved(rank: int, world: int, case: Case, out: Path, dtype: torch.dtype) -> Run:
+def saved(rank: int, world: int, case: Case, out: Path, dtype: torch.dtype, formats: Formats | None = None) -> Run:
     """Two steps, a checkpoint, and two steps more."""
-    model, optimizer, groups = built(case, dtype=dtype)
+    model, optimizer, groups = built(case, dtype=dtype, formats=formats)
     steps_of(case, model, optimizer, groups, (0, 1))
     state = everything(model, optimizer, groups)
     pieces = pieces_of(state)
@@ -64,9 +65,9 @@ def saved(rank: int, world: int, case: Case, out: Path, dtype: torch.dtype) -> R
     return Run(folder=folder, pieces=pieces, results=steps_of(case, model, optimizer, groups, (2, 3)))
 
 
-def taken_up(rank: int, world: int, case: Case, folder: str, dtype: torch.dtype) -> Run:
+def taken_up(rank: int, world: int, case: Case, folder: str, dtype: torch.dtype, formats: Formats | None = None) -> Run:
     """A checkpoint loaded into other values, and two steps."""
-    model, optimizer, groups = built(case, dtype=dtype)
+    model, optimizer, groups = built(case, dtype=dtype, formats=formats)
     for piece in inventory(model, groups).values():
         piece.data.fill_(3.0)
     load(folder, everything(model, optimizer, groups), groups.world)

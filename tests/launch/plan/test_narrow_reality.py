@@ -1,0 +1,49 @@
+"""The memory plan of runs whose moments and main gradients are bfloat16, against real ranks: every byte of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from core.check import check
+from core.check.built import not_built
+from core.config.mapping import ParallelConfig
+from core.config.precision import PrecisionConfig
+from launch.plan.memory import MemoryPlanner
+from tests.launch.plan.reality import measure
+from tests.launch.plan.runs import tiny_run
+from tests.ranks import Ranks
+
+BOTH = PrecisionConfig(compute="bfloat16", moments="bfloat16", main_gradients="bfloat16")
+MOMENTS = PrecisionConfig(moments="bfloat16")
+# Sums of counts that a step's report makes, which the plan leaves out.
+REPORTS = ("world", "dp")
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel", "world", "precision"),
+    [
+        ("deepseek", ParallelConfig(pp=2, ep=2, schedule="zero_bubble"), 4, BOTH),
+        ("qwen3", ParallelConfig(sharding="fsdp", ep=2), 4, BOTH),
+        ("mixtral", ParallelConfig(tp=2), 2, MOMENTS),
+        ("deepseek", ParallelConfig(sharding="fsdp", tp=2, fsdp_replicas=2), 4, BOTH),
+    ],
+    ids=["zero1", "fsdp", "moments alone", "replicas of shards"],
+)
+def test_a_rank_holds_and_sends_what_is_planned_and_less_than_with_float32(
+    ranks: Ranks, model: str, parallel: ParallelConfig, world: int, precision: PrecisionConfig
+) -> None:
+    run = tiny_run(model, parallel, world, precision=precision)
+    assert not check(run) and not not_built(run)
+    planner = MemoryPlanner()
+    wide = replace(run, precision=PrecisionConfig(compute=precision.compute))
+    for rank, measured in enumerate(ranks.run(measure, world, run)):
+        resident = planner.resident(run, rank)
+        held = (measured.parameters, measured.gradients, measured.optimizer)
+        assert held == (resident.parameters, resident.gradients, resident.optimizer), rank
+        counted = {axis: count for axis, count in measured.sent.items() if axis not in REPORTS}
+        assert planner.traffic(run, rank) == pytest.approx(counted, rel=0.02), rank
+        before = planner.resident(wide, rank)
+        assert resident.optimizer < before.optimizer and resident.parameters == before.parameters
+        assert (resident.gradients < before.gradients) is (precision.main_gradients == "bfloat16")

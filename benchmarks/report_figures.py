@@ -69,7 +69,7 @@ REMARKS = {
     "subset that was searched for after the fact, so no evidence.",
     "memory.fp8_saving": "by the rule of `recipe_bytes` (launch/plan/load.py); recipes are not built yet",
     "memory.bytes_per_param.fp32_moments.d64": "buckets of a real dense model on 64 ranks",
-    "memory.bytes_per_param.bf16_moments.d64": "the same with moments in bfloat16, which are not built yet",
+    "memory.bytes_per_param.bf16_moments.d64": "the same with moments in bfloat16",
     "memory.offload.dsv3_baseline_pp8": "fullest rank in GiB, 256 GPUs assumed; the unit is not printed; our modules with logits and working memory",
     "llama405b.total": "the table adds GB and GiB; so do we, to meet it",
 }
@@ -378,8 +378,8 @@ This page is printed by `python -m benchmarks.report_figures`; `tests/benchmarks
 - **The moment**: each pipeline rank's real schedule is executed; forwards add, backwards free, the fullest moment is the plan.
 - **The worst case** lets every token of the ep group that can go to this rank's experts, in every layer, for as long as its
   microbatch waits. Capacity and budgets are honoured. It is an upper bound, and what `parallel.expert_budget` protects from.
-- Recipes of fewer bits, offloading, and moments or gradients in bfloat16 are planned by rules (`launch/plan/load.py`,
-  `launch/plan/resident.py`) until they are built. Memory of CUDA itself, of NCCL, and gaps between allocations are not planned.
+- Recipes of fewer bits and offloading are planned by rules (`launch/plan/load.py`, `launch/plan/resident.py`) until they are built.
+  Memory of CUDA itself, of NCCL, and gaps between allocations are not planned.
 
 On real ranks plans hold within 2 % for every rank of twelve drawn set-ups, bytes of parameters, gradients and optimizer exactly
 (`tests/launch/plan/test_memory_reality.py`).

@@ -18,13 +18,21 @@ from launch.backends.local import this_process
 from launch.backends.protocol import State
 from launch.folder import Submission, read_submission
 
+# What becomes of a checkpoint's moments, by the format in which they are kept from now on.
+_CONVERTED = {
+    "precision.moments": {
+        "bfloat16": "moments of the checkpoint are rounded to nearest even",
+        "float32": "moments of the checkpoint are widened exactly",
+    },
+}
+
 
 def changes(before: RunConfig, after: RunConfig) -> tuple[str, ...]:
-    """One line for every setting that differs, as `train.steps: 120 → 240`."""
+    """One line for every setting that differs, as `train.steps: 120 → 240`, and what that does to a checkpoint where it converts it."""
     old = {"hardware": before.hardware, "ranks": before.ranks, **settings(before)}
     new = {"hardware": after.hardware, "ranks": after.ranks, **settings(after)}
     keys = [key for key in [*old, *(key for key in new if key not in old)] if old.get(key) != new.get(key)]
-    return tuple(f"{key}: {_shown(old.get(key))} → {_shown(new.get(key))}" for key in keys)
+    return tuple(f"{key}: {_shown(old.get(key))} → {_shown(new.get(key))}{_effect(key, new.get(key))}" for key in keys)
 
 
 def confirm(changed: Sequence[str], yes: bool) -> None:
@@ -59,6 +67,11 @@ def state_of(submission: Submission) -> State:
     if submission.backend == LOCAL and submission.host != platform.node():
         return State(where="gone", words=f"on {submission.host}, where nothing can be seen from here")
     return choose_backend(submission.backend, submission.options).state(submission.job)
+
+
+def _effect(key: str, value: object) -> str:
+    found = _CONVERTED.get(key, {}).get(_shown(value))
+    return f" ({found})" if found else ""
 
 
 def _shown(value: object) -> str:

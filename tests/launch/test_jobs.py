@@ -16,6 +16,7 @@ import click
 import pytest
 
 from core.config.family import find_family
+from core.config.precision import FloatName
 from core.config.run import RunConfig
 from core.errors import RequestError
 from core.training.metrics import MetricsWriter, StepMetrics
@@ -223,6 +224,18 @@ def test_every_setting_that_changed_is_listed_with_both_values(run: RunConfig) -
         "parallel.tp: 1 → 2",
         "optimizer.clip_norm: 1.0 → none",
     }
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "effect"),
+    [("float32", "bfloat16", "rounded to nearest even"), ("bfloat16", "float32", "widened exactly")],
+)
+def test_moments_kept_in_another_format_are_said_to_be_converted(
+    run: RunConfig, before: FloatName, after: FloatName, effect: str
+) -> None:
+    held, wanted = (replace(run, precision=replace(run.precision, moments=name)) for name in (before, after))
+    expected = f"precision.moments: {before} → {after} (moments of the checkpoint are {effect})"
+    assert changes(held, wanted) == (expected,)
 
 
 class Terminal(io.StringIO):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ckpt.files.local import LocalFiles
 from ckpt.manifest import read_manifest
-from core.config.mapping import ParallelConfig
+from core.config.mapping import ParallelConfig, ScheduleName
 from core.config.run import OptimizerConfig
 from core.optim.formats import Formats
 from core.parallel.meter import Meter
@@ -47,7 +47,7 @@ def test_a_pipeline_makes_the_bits_of_one_rank_whatever_its_schedule(ranks: Rank
     """It adds up the same gradients of the same microbatches in the same order, of which half come by hand with zero_bubble."""
     case = Case(model=mixtral(), optimizer=ADAM, microbatch=2)
     (truth,) = trained(0, 1, [case], BFLOAT16, BOTH, range(4))
-    schedules = ("gpipe", "1f1b", "zero_bubble")
+    schedules: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "zero_bubble")
     cases = [replace(case, parallel=ParallelConfig(pp=2, schedule=schedule)) for schedule in schedules]
     for found in ranks.run(trained, 2, cases, BFLOAT16, BOTH, range(4))[0]:
         assert [result.loss for result in found] == [result.loss for result in truth]

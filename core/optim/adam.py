@@ -12,9 +12,10 @@ from torch.optim.adamw import adamw
 from core.config.run import OptimizerConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-# Elements that are widened at once: three temporary copies of so many float32 numbers are 12 MiB. Whole vectors, so that an
-# element is rounded alike wherever a piece ends.
-_PIECE = 1 << 20
+# Elements that are widened at once, into three temporary copies: on a CPU what stays in its cache, elsewhere so many that launches do
+# not count (192 MiB). Whole vectors, so that an element is rounded alike wherever a piece ends.
+_PIECES = {"cpu": 1 << 16}
+_LARGE_PIECE = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +98,9 @@ class AdamW:
         steps, wide = self.update.state[shard.master]["step"], shard.master.dtype
         kept = [tensor.view(-1) for tensor in self.moments(shard).values()]
         master, gradient = shard.master.view(-1), shard.gradient.view(-1)
-        for start in range(0, master.numel(), _PIECE):
-            piece = slice(start, start + _PIECE)
+        size = _PIECES.get(master.device.type, _LARGE_PIECE)
+        for start in range(0, master.numel(), size):
+            piece = slice(start, start + size)
             # Moments of the master's dtype stay where they are: nothing is copied there or back.
             first, second = (tensor[piece].to(wide) for tensor in kept)
             fresh = gradient[piece].to(wide)

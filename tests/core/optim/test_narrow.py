@@ -77,7 +77,7 @@ def test_twenty_updates_are_the_stated_arithmetic_within_float32(
     formats: Formats, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every step from what the last one left: so near a tie may neither format nor reference have chosen the other neighbour."""
-    monkeypatch.setattr(adam_module, "_PIECE", 48)  # several pieces, and a part of one
+    monkeypatch.setitem(adam_module._PIECES, "cpu", 48)  # several pieces, and a part of one
     adam, ties = AdamW(shards(formats), EXACT, formats.moments), 0
     for step in range(STEPS):
         rate = 0.1 / (1 + step % 3)

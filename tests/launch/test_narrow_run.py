@@ -16,7 +16,8 @@ from tests.launch.test_run import finished, launch
 def test_narrow_moments_are_saved_as_they_are_and_a_conversion_is_said_and_confirmed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out, narrow = tmp_path / "run", ("precision.moments=bfloat16", "precision.main_gradients=bfloat16")
+    out = tmp_path / "run"
+    narrow = ("precision.moments=bfloat16", "precision.main_gradients=bfloat16", "parallel.ep=1")
     settings = [word for text in (*SMALL, *narrow) for word in ("--set", text)]
     begin = ("--data", str(write_corpus(tmp_path / "corpus")), "--ranks", "1", "--steps", "2", "--dtype", "bfloat16")
     finished(launch(out, *begin, *settings), 0)

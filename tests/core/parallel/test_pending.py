@@ -42,14 +42,16 @@ def _reduce(rank: int, world: int, each: int, dtype: torch.dtype) -> tuple[Tenso
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_a_sum_is_taken_in_the_order_of_ranks_and_lands_in_the_buffer(ranks: Ranks, world: int) -> None:
-    for dtype in DTYPES:
+    for dtype in (*DTYPES, torch.bfloat16):
         for each in (1, 37):
             parts = [part_of(rank, world, each, dtype).view(world, each) for rank in range(world)]
             told = ranks.run(_reduce, world, each, dtype)
             for rank, (mine, expected, flat, sent, shared) in enumerate(told):
-                total = parts[0][rank].clone()
+                # What has 16 bits is added up in float32 and rounded once.
+                total = parts[0][rank].to(torch.promote_types(dtype, torch.float32), copy=True)
                 for part in parts[1:]:
                     total += part[rank]
+                total = total.to(dtype)
                 assert torch.equal(mine, total) and torch.equal(expected, total)
                 others = [i for i in range(world) if i != rank]
                 assert torch.equal(flat.view(world, each)[others], parts[rank][others])

@@ -12,6 +12,7 @@ from core.training.insight import LayerInsight
 from core.training.metrics import MetricsWriter, SaveMetrics, StepMetrics
 from launch.describe import describe
 from launch.folder import RunFile, write_json, write_run
+from launch.plan.make import make_plan
 from launch.report import write_report
 from launch.report_figures import smoothed
 from launch.request import Request, new_run
@@ -160,9 +161,11 @@ def test_layers_of_different_numbers_of_experts_and_many_layers_are_drawn(tmp_pa
 def test_a_run_of_forced_routing_says_that_its_losses_mean_nothing(tmp_path: Path) -> None:
     planned = new_run(Request(settings=("train.forced_routing=hot_expert",)), FAMILY)
     words = "forced (hot_expert): the run measures speed and memory, its losses mean nothing"
-    assert words in describe(planned, tmp_path) and "train.forced_routing" in describe(planned, tmp_path)
+    said = describe(planned, make_plan(planned.run))
+    assert words in said and "train.forced_routing" in said
     file = RunFile(run=planned.run, prepared="/p", identity="i", command=("launch",), versions={})
     write_run(tmp_path, file)
     text = write_report(tmp_path).read_text()
     assert f"Routing was {words}." in text and f"<td>routing</td><td>{words}</td>" in text
-    assert "losses mean nothing" not in describe(new_run(Request(), FAMILY), tmp_path)
+    free = new_run(Request(), FAMILY)
+    assert "losses mean nothing" not in describe(free, make_plan(free.run))

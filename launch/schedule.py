@@ -14,7 +14,6 @@ from core.config.family import find_family
 from core.config.flops import flops_per_token
 from core.config.run import RunConfig
 from core.errors import ConfigError, Fault
-from core.parallel.mesh import fold
 from core.pipeline.layout import Layout, layout_of, part_text
 from core.pipeline.prove import faults, peak_live
 from core.pipeline.schedule import make_schedule
@@ -56,11 +55,8 @@ def show_schedule(model: str, request: Request, microbatches: int | None, costs:
 def time_schedule(run: RunConfig, microbatches: int | None, weights: Weights) -> Timeline:
     """The timeline of one step of the run, of a schedule that is proved. Raises ConfigError with every fault."""
     layout = layout_of(run.model, run.parallel)
-    replicas = fold(run.parallel, run.ranks).dense.size("dp")
-    number = run.train.global_batch // (run.train.microbatch * replicas) if microbatches is None else microbatches
-    schedule = make_schedule(
-        run.parallel.schedule, stages=layout.pp, virtual=layout.virtual, microbatches=max(number, 1)
-    )
+    number = run.microbatches if microbatches is None else max(microbatches, 1)
+    schedule = make_schedule(run.parallel.schedule, stages=layout.pp, virtual=layout.virtual, microbatches=number)
     found = faults(schedule)
     assert not found, "a schedule of ours is wrong:\n" + "\n".join(found)
     work = (1.0,) * len(layout.parts) if weights.equal else part_work(run.model, layout, run.train.sequence_tokens)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 FloatName = Literal["float32", "bfloat16"]
+# Of one number.
+BYTES: dict[FloatName, int] = {"float32": 4, "bfloat16": 2}
 # How matrix products are quantised: per tensor with a history of scales or with the current one, in blocks of 128, in blocks of 32
 # (OCP MX), in blocks of 16 at four bits.
 RecipeName = Literal["fp8_delayed", "fp8_current", "fp8_blockwise", "mxfp8", "nvfp4"]

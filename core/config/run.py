@@ -112,3 +112,13 @@ class RunConfig:
     checkpoint: CheckpointConfig
     memory: MemoryConfig = MemoryConfig()
     execution: ExecutionConfig = ExecutionConfig()
+
+    @property
+    def replicas(self) -> int:
+        """Data-parallel ranks: what tp, cp and pp leave of the world."""
+        return self.ranks // (self.parallel.tp * self.parallel.cp * self.parallel.pp)
+
+    @property
+    def microbatches(self) -> int:
+        """Of one replica in a step; at least one. (core/check has the rule that the batch divides.)"""
+        return max(1, self.train.global_batch // (self.train.microbatch * self.replicas))

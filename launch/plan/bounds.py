@@ -9,13 +9,12 @@ from core.config.architecture import GQA, Layer, ModelConfig, MoE
 from core.config.counts import count_parameters
 from core.config.flops import flops_per_token
 from core.config.mapping import PACKAGES
-from core.config.precision import FOUR_BITS, FloatName
+from core.config.precision import BYTES, FOUR_BITS
 from core.config.run import RunConfig
 from core.pipeline.layout import Part, layout_of
 from launch.plan.candidates import Setup
 from launch.profiles import Profile
 
-BYTES: dict[FloatName, float] = {"float32": 4.0, "bfloat16": 2.0}
 # A forward costs half a backward, so a step that computes everything again takes a third longer.
 AGAIN = 1 / 3
 

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from core.config.mapping import ParallelConfig
 from core.config.memory import MemoryConfig, OffloadName
 from core.config.precision import FOUR_BITS, PrecisionConfig
 from launch.plan.survivors import Piece
@@ -103,20 +102,6 @@ class Moment:
     activations: int
     logits: int
     total: int
-
-
-def takes_turns(parallel: ParallelConfig) -> bool:
-    """Whether the halves of a combined action run in turn, as they do wherever a layer communicates: each gives way to the other there.
-
-    Then one has freed, layer by layer, what the other has come to keep. Otherwise the forward is over before the backward begins.
-    """
-    return parallel.schedule == "combined" and max(parallel.tp, parallel.cp, parallel.ep, parallel.etp) > 1
-
-
-def fuller_half(moments: Sequence[Moment], turns: bool) -> list[int]:
-    """Which of the moments of what runs at once count: all of them, or of halves that take turns the fuller one."""
-    everything = range(len(moments))
-    return [max(everything, key=lambda i: moments[i].total)] if turns else list(everything)
 
 
 @dataclass(frozen=True, kw_only=True)

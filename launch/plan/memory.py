@@ -6,8 +6,8 @@ schedule (core/pipeline/schedule.py): each forward of a part adds what its piece
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 
 from core.attention.packing import held_tokens
@@ -20,14 +20,12 @@ from core.pipeline.action import Action
 from core.pipeline.layout import Layout, Part, layout_of
 from core.pipeline.schedule import make_schedule
 from core.state.box import ends
-from launch.plan.load import Moment, PartLoad, PlacedPiece, fuller_half, part_load, takes_turns
+from launch.plan.load import PartLoad, PlacedPiece, part_load
+from launch.plan.moments import Fullest, enough, fullest_of, states, takes_turns
 from launch.plan.pieces import RankPieces, Traces
 from launch.plan.resident import Resident, fsdp, gathers_of, held_names, zero1
 from launch.plan.result import MemoryParts, RankMemory
 from launch.plan.trace import FLOATS
-
-# A schedule has met its fullest moment after so many microbatches for each pipeline rank; only GPipe keeps all of a step.
-_ENOUGH = 4
 
 
 def plan_memory(run: RunConfig) -> tuple[RankMemory, ...]:
@@ -76,21 +74,21 @@ class MemoryPlanner:
             for placed in pieces.of_part(part):
                 for axis, both in placed.trace.sent.items():
                     each = sum(both) * place.whole_world(axis, pieces.setting.ranks)
-                    sent[axis] = sent.get(axis, 0) + each * place.microbatches
+                    sent[axis] = sent.get(axis, 0) + each * run.microbatches
             travels = place.leaving(part) * pieces.shared.embedding.stream_bytes
-            sent["pp"] = sent.get("pp", 0) + travels * place.microbatches
+            sent["pp"] = sent.get("pp", 0) + travels * run.microbatches
         for axis, count in resident.sent_by_units.items():
-            sent[axis] = sent.get(axis, 0) + count * place.microbatches
+            sent[axis] = sent.get(axis, 0) + count * run.microbatches
         return {axis: round(count) for axis, count in sent.items() if count}
 
     def _rank(self, place: Place, rank: int) -> RankMemory:
         run, pieces = place.run, self.traces.of(place.run, rank)
         resident = self._resident(place, pieces, rank)
-        actions = place.actions(rank)
+        moments = tuple(states(place.actions(rank), place.layout.virtual))
         turns = takes_turns(run.parallel)
-        balanced = worst = fullest_moment(actions, _parts(place, pieces, rank, hot=False), turns=turns)
+        balanced = worst = fullest_of(moments, _parts(place, pieces, rank, hot=False), turns=turns)
         if any(isinstance(layer.mlp, MoE) for layer in pieces.kinds) and run.parallel.ep > 1:
-            hot = fullest_moment(actions, _parts(place, pieces, rank, hot=True), turns=turns)
+            hot = fullest_of(moments, _parts(place, pieces, rank, hot=True), turns=turns)
             worst = max(balanced, hot, key=lambda each: each.total)
         away = round(resident.optimizer * run.memory.optimizer_offload)
         # One activation is received ahead, and one gradient may not have left yet.
@@ -156,12 +154,6 @@ class Place:
         """Ranks at one place of the pipeline."""
         return self.run.ranks // self.run.parallel.pp
 
-    @property
-    def microbatches(self) -> int:
-        """Of one replica in a step; at least one."""
-        p, train = self.run.parallel, self.run.train
-        return max(1, train.global_batch // (train.microbatch * (self.stage_ranks // (p.tp * p.cp))))
-
     def groups(self, rank: int) -> Groups:
         """The groups of a rank."""
         return self.world.groups(rank)
@@ -202,9 +194,8 @@ class Place:
 
     def actions(self, rank: int) -> tuple[Action, ...]:
         """What the rank does, long enough to meet its fullest moment."""
-        p, microbatches = self.run.parallel, self.microbatches
-        if p.schedule != "gpipe":
-            microbatches = min(microbatches, _ENOUGH * p.pp)
+        p = self.run.parallel
+        microbatches = enough(p, self.run.microbatches)
         schedule = make_schedule(p.schedule, stages=p.pp, virtual=self.layout.virtual, microbatches=microbatches)
         return schedule.ranks[self.pp_rank(rank)]
 
@@ -221,83 +212,6 @@ class Place:
     def _vocabulary(self, position: int) -> int:
         bounds = ends(self.run.model.vocab, self.run.parallel.tp)
         return bounds[position + 1] - bounds[position]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fullest:
-    """The fullest moment of a rank's step, in bytes, and how many forwards then waited, by virtual stage."""
-
-    activations: int
-    logits: int
-    working: int
-    in_flight: tuple[int, ...]
-    on_host: int
-
-    @property
-    def total(self) -> int:
-        """On the device."""
-        return self.activations + self.logits + self.working
-
-
-@dataclass(kw_only=True)
-class _Step:
-    """A rank in the middle of its step: what waits, and the fullest moment so far."""
-
-    loads: Sequence[PartLoad]
-    turns: bool = False
-    waiting: list[int] = field(default_factory=list)
-    late: list[int] = field(default_factory=list)
-    best: Fullest | None = None
-
-    def __post_init__(self) -> None:
-        self.waiting, self.late = [0] * len(self.loads), [0] * len(self.loads)
-
-    def do(self, action: Action) -> None:
-        """Count one action."""
-        chunk = action.chunk
-        if action.kind == "forward":
-            self._meet((chunk, self.loads[chunk].forward))
-            self.waiting[chunk] += 1
-        elif action.kind == "combined":
-            assert action.backward_chunk is not None, "it has two halves"
-            self.waiting[action.backward_chunk] -= 1
-            other = action.backward_chunk
-            self._meet((chunk, self.loads[chunk].forward), (other, self.loads[other].backward))
-            self.waiting[chunk] += 1
-        elif action.kind in ("backward", "input_gradient"):
-            self.waiting[chunk] -= 1
-            self._meet((chunk, self.loads[chunk].backward))
-            self.late[chunk] += action.kind == "input_gradient"
-        elif action.kind == "weight_gradient":
-            self.late[chunk] -= 1
-
-    def _meet(self, *running: tuple[int, Moment]) -> None:
-        """Compare the fullest moment of the parts that run, beside all that waits, with the fullest so far."""
-        numbers = list(zip(self.waiting, self.late, self.loads, strict=True))
-        running = tuple(running[i] for i in fuller_half([moment for _, moment in running], self.turns))
-        moments = [moment for _, moment in running]
-        activations = sum(n * load.activations + late * load.late for n, late, load in numbers)
-        activations += sum(moment.activations for moment in moments)
-        logits = sum(n * load.logits for n, _, load in numbers) + sum(moment.logits for moment in moments)
-        total = sum(moment.total - moment.activations - moment.logits for moment in moments)
-        if self.best is not None and self.best.total >= activations + logits + total:
-            return
-        in_flight = list(map(sum, zip(self.waiting, self.late, strict=True)))
-        for chunk, _ in running:
-            in_flight[chunk] += 1
-        on_host = sum(n * load.on_host for n, load in zip(in_flight, self.loads, strict=True))
-        self.best = Fullest(
-            activations=activations, logits=logits, working=total, in_flight=tuple(in_flight), on_host=on_host
-        )
-
-
-def fullest_moment(actions: Sequence[Action], loads: Sequence[PartLoad], *, turns: bool = False) -> Fullest:
-    """The fullest moment of a rank whose parts have these loads. turns: whether the halves of combined actions take turns."""
-    step = _Step(loads=loads, turns=turns)
-    for action in actions:
-        step.do(action)
-    assert step.best is not None, "a schedule has a forward"
-    return step.best
 
 
 def _memory_parts(resident: Resident, fullest: Fullest, away: int, needs: int) -> MemoryParts:

@@ -23,11 +23,11 @@ from launch.plan.memory import MemoryPlanner
 from launch.plan.options import recomputable
 from launch.plan.quick import QuickMemory
 from launch.plan.result import Plan
+from launch.plan.text import GIB, MIB
 from launch.plan.time import plan_time
 from launch.profiles import find_profile
 
 FOLDER = Path(__file__).parent
-GIB, MIB = 1 << 30, 1 << 20
 MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "working")
 SLIDERS = {
     "tp": "tensor parallel",
@@ -150,9 +150,7 @@ def _timeline(run: RunConfig) -> Iterator[str]:
     if known:
         timeline = plan_time(run, profile).timeline
     if timeline is None:
-        replicas = run.ranks // (p.tp * p.cp * p.pp)
-        microbatches = max(1, run.train.global_batch // (run.train.microbatch * replicas))
-        schedule = make_schedule(p.schedule, stages=p.pp, virtual=layout.virtual, microbatches=microbatches)
+        schedule = make_schedule(p.schedule, stages=p.pp, virtual=layout.virtual, microbatches=run.microbatches)
         timeline, known = simulate(schedule, Costs()), False
     unit = "" if known else " A forward takes one unit of time and a backward two: nothing is known of this hardware."
     yield (

@@ -9,7 +9,7 @@ from core.config.architecture import Dense, Layer, ModelConfig, MoE
 from core.config.run import RunConfig
 from core.pipeline.layout import Part
 from launch.plan.load import Load, load_of
-from launch.plan.trace import PieceTrace, Setting, Tracer, kinds_of, setting_of
+from launch.plan.trace import PieceTrace, Setting, Tracer, kind_numbers, kinds_of, setting_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +75,7 @@ class RankPieces:
     @cached_property
     def numbers(self) -> tuple[int, ...]:
         """The kind of every layer."""
-        known = {layer: kind for kind, layer in enumerate(self.kinds)}
-        return tuple(known[layer] for layer in self.run.model.layers)
+        return kind_numbers(self.run.model)
 
     @cached_property
     def shared(self) -> Tracer:

@@ -15,21 +15,19 @@ from math import lcm
 from core.config.architecture import MoE
 from core.config.mapping import ParallelConfig, ScheduleName
 from core.config.memory import RecomputeName
-from core.config.precision import FOUR_BITS, PrecisionConfig
+from core.config.precision import BYTES, FOUR_BITS, PrecisionConfig
 from core.config.run import RunConfig
 from core.optim.buckets import BUCKET_BYTES
 from core.parallel.mesh import fold
 from core.pipeline.layout import Part, layout_of
 from core.pipeline.schedule import make_schedule
 from core.state.inventory import Entry
-from launch.plan.load import Load, Moment, PartLoad, PlacedPiece, fuller_half, load_of, part_load, takes_turns
+from launch.plan.load import Load, PartLoad, PlacedPiece, load_of, part_load
+from launch.plan.moments import Fullest, State, enough, fullest_of, states, takes_turns
 from launch.plan.pieces import RankPieces, Traces
 from launch.plan.result import MemoryParts, RankMemory
-from launch.plan.trace import PieceTrace, kinds_of
+from launch.plan.trace import PieceTrace, kind_numbers, kinds_of
 
-# As launch/plan/memory.py: a schedule has met its fullest moment after so many microbatches for each pipeline rank.
-ENOUGH = 4
-BYTES = {"float32": 4, "bfloat16": 2}
 # Attention that is made again keeps the queries, keys and values that it begins with, which would otherwise be made again too.
 TOGETHER: tuple[RecomputeName, ...] = ("core_attn", "mla_up_proj")
 # What whole layers or whole experts computed again leave nothing of to compute again.
@@ -52,20 +50,6 @@ class Elements:
     largest_expert: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class State:
-    """What waits on a rank at some moment: forwards and put-off weight gradients by chunk; and what runs: chunk and whether backward."""
-
-    waiting: tuple[int, ...]
-    late: tuple[int, ...]
-    running: tuple[tuple[int, bool], ...]
-
-    def within(self, other: State) -> bool:
-        """Whether `other` holds at least as much of everything."""
-        pairs = zip((*self.waiting, *self.late), (*other.waiting, *other.late), strict=True)
-        return all(mine <= theirs for mine, theirs in pairs)
-
-
 class QuickMemory:
     """Prices set-ups of one run's model, sequence and batch. It is what a search asks, and what a page is made of."""
 
@@ -74,8 +58,7 @@ class QuickMemory:
         self._run = replace(run, memory=plain, train=replace(run.train, microbatch=1))
         self._traces = traces or Traces()
         self.kinds = kinds_of(run.model)
-        known = {layer: kind for kind, layer in enumerate(self.kinds)}
-        self.numbers = tuple(known[layer] for layer in run.model.layers)
+        self.numbers = kind_numbers(run.model)
         self._pieces: dict[tuple[ParallelConfig, tuple[RecomputeName, ...]], dict[str, PieceTrace]] = {}
         self._turns: dict[ParallelConfig, int] = {}
         self._loads: dict[tuple[object, ...], dict[str, Load]] = {}
@@ -84,21 +67,18 @@ class QuickMemory:
     def of(self, run: RunConfig) -> tuple[RankMemory, ...]:
         """As MemoryPlanner.of; `worst` repeats `balanced`, and every place is its first rank."""
         p, layout = run.parallel, layout_of(run.model, run.parallel)
-        replicas = run.ranks // (p.pp * p.tp * p.cp)
-        microbatches = max(1, run.train.global_batch // (run.train.microbatch * replicas))
-        if p.schedule != "gpipe":
-            microbatches = min(microbatches, ENOUGH * p.pp)
+        microbatches, turns = enough(p, run.microbatches), takes_turns(p)
         found, made = [], self._parts(run, layout.parts)
         for rank in range(p.pp):
             parts = layout.parts_of(rank)
             loads = [made[part] for part in parts]
-            states = states_of(p.schedule, p.pp, layout.virtual, microbatches, rank)
-            turns = takes_turns(p)
-            fullest = max(states, key=lambda state: sum(_bytes(state, loads, turns)))
-            memory = self._memory(run, parts, _bytes(fullest, loads, turns))
-            in_flight = _in_flight(fullest, loads, turns)
+            moments = states_of(p.schedule, p.pp, layout.virtual, microbatches, rank)
+            fullest = fullest_of(moments, loads, turns=turns)
+            memory = self._memory(run, parts, fullest)
             place = rank * (run.ranks // p.pp)
-            found.append(RankMemory(pp_rank=rank, rank=place, balanced=memory, worst=memory, in_flight=in_flight))
+            found.append(
+                RankMemory(pp_rank=rank, rank=place, balanced=memory, worst=memory, in_flight=fullest.in_flight)
+            )
         return tuple(found)
 
     # ------------------------------------------------------------------------------------------------- activations
@@ -233,7 +213,7 @@ class QuickMemory:
         if not model.tied_embeddings and any(part.loss for part in parts):
             yield "head"
 
-    def _memory(self, run: RunConfig, parts: Sequence[Part], held: tuple[int, int, int]) -> MemoryParts:
+    def _memory(self, run: RunConfig, parts: Sequence[Part], fullest: Fullest) -> MemoryParts:
         p, precision, mesh = run.parallel, run.precision, fold(run.parallel, run.ranks)
         table = self.elements(p.tp)
         owners = [table[name] for name in self.owners(parts)]
@@ -262,9 +242,9 @@ class QuickMemory:
             parameters=round(weights) + sum(e.buffers for e in owners),
             gradients=round(gradients),
             optimizer=round(states * (1 - run.memory.optimizer_offload) + travelling * gradient),
-            activations=held[0],
-            logits=held[1],
-            working=held[2] + buffers,
+            activations=fullest.activations,
+            logits=fullest.logits,
+            working=fullest.working + buffers,
         )
 
 
@@ -296,62 +276,13 @@ def primary_saved(precision: PrecisionConfig) -> float:
 @lru_cache(maxsize=4096)
 def states_of(name: ScheduleName, stages: int, virtual: int, microbatches: int, rank: int) -> tuple[State, ...]:
     """The moments of a rank's step that hold no less than every other one with the same parts running."""
-    waiting, late = [0] * virtual, [0] * virtual
     found: dict[tuple[tuple[int, bool], ...], list[State]] = {}
-
-    def meet(*running: tuple[int, bool]) -> None:
-        state = State(waiting=tuple(waiting), late=tuple(late), running=running)
-        kept = found.setdefault(running, [])
+    schedule = make_schedule(name, stages=stages, virtual=virtual, microbatches=microbatches)
+    for state in states(schedule.ranks[rank], virtual):
+        kept = found.setdefault(state.running, [])
         if not any(state.within(other) for other in kept):
             kept[:] = [other for other in kept if not other.within(state)] + [state]
-
-    schedule = make_schedule(name, stages=stages, virtual=virtual, microbatches=microbatches)
-    for action in schedule.ranks[rank]:
-        chunk = action.chunk
-        match action.kind:
-            case "forward":
-                meet((chunk, False))
-                waiting[chunk] += 1
-            case "combined":
-                assert action.backward_chunk is not None, "it has two halves"
-                waiting[action.backward_chunk] -= 1
-                meet((chunk, False), (action.backward_chunk, True))
-                waiting[chunk] += 1
-            case "backward" | "input_gradient":
-                waiting[chunk] -= 1
-                meet((chunk, True))
-                late[chunk] += action.kind == "input_gradient"
-            case "weight_gradient":
-                late[chunk] -= 1
-            case _:
-                pass
     return tuple(state for kept in found.values() for state in kept)
-
-
-def _in_flight(state: State, loads: Sequence[PartLoad], turns: bool) -> tuple[int, ...]:
-    """What waits or runs, by chunk."""
-    counts = list(map(sum, zip(state.waiting, state.late, strict=True)))
-    for i in fuller_half(_running(state, loads), turns):
-        counts[state.running[i][0]] += 1
-    return tuple(counts)
-
-
-def _running(state: State, loads: Sequence[PartLoad]) -> list[Moment]:
-    return [loads[chunk].backward if backward else loads[chunk].forward for chunk, backward in state.running]
-
-
-def _bytes(state: State, loads: Sequence[PartLoad], turns: bool) -> tuple[int, int, int]:
-    """Activations, logits and what is worked with."""
-    running = _running(state, loads)
-    moments = [running[i] for i in fuller_half(running, turns)]
-    counted = list(zip(state.waiting, state.late, loads, strict=True))
-    activations = sum(n * load.activations + late * load.late for n, late, load in counted)
-    logits = sum(n * load.logits for n, _, load in counted)
-    return (
-        activations + sum(moment.activations for moment in moments),
-        logits + sum(moment.logits for moment in moments),
-        sum(moment.total - moment.activations - moment.logits for moment in moments),
-    )
 
 
 def _by_owner(entries: dict[str, Entry], whole: int) -> dict[str, Elements]:

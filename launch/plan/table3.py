@@ -16,7 +16,8 @@ from core.config.architecture import MLA, Dense, Layer, ModelConfig, MoE
 from core.config.run import RunConfig
 from core.pipeline.layout import Part
 from launch.plan.load import Moment, PartLoad
-from launch.plan.memory import MemoryPlanner, Place, fullest_moment
+from launch.plan.memory import MemoryPlanner, Place
+from launch.plan.moments import fullest_of, states
 
 _BF16, _FLOAT32, _INT64 = 2, 4, 8
 # Bytes of a parameter and its gradient, and of what the optimizer keeps of it: master and two moments.
@@ -130,7 +131,7 @@ def by_rank(
                 rank=rank,
                 weights_and_gradients=resident.parameters + resident.gradients,
                 optimizer=resident.optimizer,
-                activations=fullest_moment(place.actions(rank), loads).activations,
+                activations=fullest_of(states(place.actions(rank), place.layout.virtual), loads).activations,
             )
         )
     return tuple(found)

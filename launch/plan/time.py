@@ -59,7 +59,8 @@ def plan_time(run: RunConfig, profile: Profile, exact: bool = True) -> TimePlan:
     """
     pricing = Pricing.of(run, profile)
     layout = layout_of(run.model, run.parallel)
-    microbatches = _microbatches(run)
+    _check_batch(run)
+    microbatches = run.microbatches
     parts = _parts(layout, pricing)
     costs = _costs(parts, pricing)
     pipeline = (_executed if exact else _estimated)(run, layout, costs, microbatches)
@@ -76,15 +77,13 @@ def plan_time(run: RunConfig, profile: Profile, exact: bool = True) -> TimePlan:
     )
 
 
-def _microbatches(run: RunConfig) -> int:
-    """Of one pipeline in a step. Raises ValueError where they do not divide."""
-    parallel, train = run.parallel, run.train
-    per_step = train.microbatch * (run.ranks // (parallel.tp * parallel.cp * parallel.pp))
-    if train.global_batch % per_step or not per_step:
+def _check_batch(run: RunConfig) -> None:
+    """Raises ValueError where microbatches do not divide."""
+    per_step = run.train.microbatch * run.replicas
+    if run.train.global_batch % per_step or not per_step:
         raise ValueError(
-            f"a batch of {train.global_batch} does not divide into microbatches of {per_step} on all replicas"
+            f"a batch of {run.train.global_batch} does not divide into microbatches of {per_step} on all replicas"
         )
-    return train.global_batch // per_step
 
 
 def _parts(layout: Layout, pricing: Pricing) -> list[Passes]:

@@ -95,6 +95,12 @@ def kinds_of(model: ModelConfig) -> tuple[Layer, ...]:
     return tuple(dict.fromkeys(model.layers))
 
 
+def kind_numbers(model: ModelConfig) -> tuple[int, ...]:
+    """The kind of every layer, by its place among `kinds_of`."""
+    kinds = {layer: kind for kind, layer in enumerate(kinds_of(model))}
+    return tuple(kinds[layer] for layer in model.layers)
+
+
 def kinds_by_path(model: ModelConfig) -> dict[str, str]:
     """For every layer by canonical name the first that is like it, by its place among `kinds_of`."""
     kinds = {layer: f"layers.{kind}" for kind, layer in enumerate(kinds_of(model))}
@@ -267,7 +273,8 @@ def trace_part(stage: Stage, chunk: int, batch: TokenBatch, meter: Meter) -> Pie
             late = _backward(stage, edges, shapes, watch, leaf)
     finally:
         end()
-    sent = _by_axis(middle - before), _by_axis(Counter(meter.sent_bytes) - middle)
+    passes = middle - before, Counter(meter.sent_bytes) - middle
+    forward, backward = (Meter(sent_bytes=sent).by_axis() for sent in passes)
     return PieceTrace(
         kept=kept,
         keeps_input=keeps_input,
@@ -276,7 +283,7 @@ def trace_part(stage: Stage, chunk: int, batch: TokenBatch, meter: Meter) -> Pie
         late=late,
         forward_peak=forward_peak,
         backward_peak=watch.peak,
-        sent={axis: (sent[0][axis], sent[1][axis]) for axis in sent[0] | sent[1]},
+        sent={axis: (forward.get(axis, 0), backward.get(axis, 0)) for axis in forward | backward},
     )
 
 
@@ -363,13 +370,6 @@ def _stream_bytes(stage: Stage, batch: TokenBatch) -> int:
 def _tensors_of(batch: TokenBatch) -> list[Tensor]:
     packing = batch.packing
     return [batch.tokens, batch.labels, packing.index_T, packing.positions_T, packing.sequence_T]
-
-
-def _by_axis(sent: Counter[tuple[str, str]]) -> Counter[str]:
-    found: Counter[str] = Counter()
-    for (axis, _), count in sent.items():
-        found[axis] += count
-    return found
 
 
 def _forget(parameter: nn.Parameter) -> None:

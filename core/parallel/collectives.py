@@ -255,10 +255,15 @@ def _sum_parts(x: Tensor, counts: Rows, group: Group) -> Tensor:
     """
     mine = _mine(counts, group)
     parts = _exchange(x, counts, mine, group, "reduce_scatter").view(group.size, mine[0], *x.shape[1:])
-    total = parts[0].to(torch.float32) if x.dtype in (torch.bfloat16, torch.float16) else parts[0].clone()
+    return sum_in_order(parts).to(x.dtype)
+
+
+def sum_in_order(parts: Tensor) -> Tensor:
+    """The sum over the first dimension, one after the other: a new tensor, in float32 for 16-bit floats."""
+    total = parts[0].to(torch.float32) if parts.dtype in (torch.bfloat16, torch.float16) else parts[0].clone()
     for part in parts[1:]:
         total += part
-    return total.to(x.dtype)
+    return total
 
 
 def _exchange(x: Tensor, send_rows: Rows, receive_rows: Rows, group: Group, name: str) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from core.parallel.collectives import gather_into
+from core.parallel.collectives import gather_into, sum_in_order
 from core.parallel.groups import Group
 
 # Elements of 16-bit floats that are summed at once, so that their float32 sum is a small buffer beside theirs.
@@ -54,7 +54,9 @@ def start_reduce_scatter(flat: Tensor, group: Group) -> Pending:
 
     def finish() -> Tensor:
         if flat.dtype.itemsize == 2:
-            _sum_widened(parts, mine)
+            for start in range(0, mine.numel(), _PIECE):
+                piece = slice(start, start + _PIECE)
+                mine[piece].copy_(sum_in_order(parts[:, piece]))
             return mine
         torch.add(parts[0], parts[1], out=mine)
         for part in parts[2:]:
@@ -62,16 +64,6 @@ def start_reduce_scatter(flat: Tensor, group: Group) -> Pending:
         return mine
 
     return Pending(work=work, finish=finish)
-
-
-def _sum_widened(parts: Tensor, out: Tensor) -> None:
-    """The sum in float32 of [ranks, n], in the order of the ranks, rounded to [n]."""
-    for start in range(0, out.numel(), _PIECE):
-        piece = slice(start, start + _PIECE)
-        total = parts[0, piece].to(torch.float32)
-        for part in parts[1:]:
-            total += part[piece]
-        out[piece].copy_(total)
 
 
 def start_all_gather(flat: Tensor, group: Group) -> Pending:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
@@ -13,13 +13,13 @@ from core.check.built import not_built
 from core.config.counts import Counts, count_parameters
 from core.config.family import Family, Published
 from core.config.mapping import ParallelConfig
-from core.config.override import settings
+from core.config.override import settings, value_text
 from core.config.run import RunConfig
 from core.config.serial import run_to_json
 from core.parallel.mesh import DENSE_AXES, EXPERT_AXES, Folding, Mesh, fold
 from core.pipeline.layout import Layout, Part, layout_of, layout_text
 from launch.choice import DEFAULT_PRESET
-from launch.environment import EnvironmentVariable, environment
+from launch.environment import EnvironmentVariable
 from launch.folder import Init
 from launch.hardware_rules import advice
 from launch.plan.communication import Links
@@ -32,10 +32,14 @@ SHOWN_GROUPS = 4
 SHOWN_PIPELINE_RANKS = 8
 NAME_WIDTH = 12
 SHOWN_AXES = (*DENSE_AXES, *EXPERT_AXES)
+Variables = Sequence[EnvironmentVariable]
 
 
-def describe(planned: Planned, plan: Plan, out: Path | None = None) -> str:
-    """What would run, and all that is known of it beforehand. out: the folder of the run, None where none is asked for."""
+def describe(planned: Planned, plan: Plan, out: Path | None = None, variables: Variables = ()) -> str:
+    """What would run, and all that is known of it beforehand.
+
+    out: the folder of the run, None where none is asked for. variables: the environment of every rank.
+    """
     return "\n".join(
         [
             *head_lines(planned, out),
@@ -45,21 +49,21 @@ def describe(planned: Planned, plan: Plan, out: Path | None = None) -> str:
                 "what would make it faster or safer", map(str, advice(planned.run, find_profile(planned.run.hardware)))
             ),
             *_block("cannot start yet, here or anywhere", map(str, not_built(planned.run))),
-            *_block("environment of every rank", _variables(planned)),
+            *_block("environment of every rank", _environment(variables)),
             *_block("notes on the set-up", planned.preset.notes if planned.preset else ()),
             *_block("settings (and where each comes from)", _settings(planned)),
         ]
     )
 
 
-def plan_to_json(planned: Planned, plan: Plan) -> dict[str, Any]:
-    """Everything that is known of a run before it starts, as plain values: sizes in bytes, times in seconds."""
+def plan_to_json(planned: Planned, plan: Plan, variables: Variables) -> dict[str, Any]:
+    """Everything that is known of a run before it starts, as plain values: sizes in bytes, times in seconds. variables: of every rank."""
     counts = count_parameters(planned.run.model)
     return {
         "run": run_to_json(planned.run),
         "origins": dict(planned.origins),
         "parameters": asdict(counts),
-        "environment": [asdict(variable) for variable in variables_of(planned)],
+        "environment": [asdict(variable) for variable in variables],
         "cannot_start": [str(fault) for fault in not_built(planned.run)],
         "worst_rank": plan.worst_rank.rank,
         "headroom": plan.headroom,
@@ -83,7 +87,7 @@ def head_lines(planned: Planned, out: Path | None) -> Iterator[str]:
     yield f"  parameters   {parameters(counts)}, {short(counts.active)} active a token"
     yield from mapping_lines(run)
     yield from (f"  {'NVLink':<{NAME_WIDTH}} {text}" for text in _domains(run))
-    yield from (f"  {line}" for line in _batch(run, fold(run.parallel, run.ranks).dense.size("dp")))
+    yield from (f"  {line}" for line in _batch(run))
     yield from (f"  {'routing':<{NAME_WIDTH}} {text}" for text in forced_words(run))
     yield f"  data         {run.data.path or 'the Python standard library of this interpreter'}"
 
@@ -103,11 +107,6 @@ def _domains(run: RunConfig) -> Iterator[str]:
     yield f"domains of {fabric.domain} GPUs: inside {', '.join(inside) or 'none'}; across them {', '.join(outside) or 'none'}"
 
 
-def variables_of(planned: Planned) -> tuple[EnvironmentVariable, ...]:
-    """The environment of every rank of a planned run."""
-    return environment(planned.run, planned.preset.environment if planned.preset else ())
-
-
 def _block(title: str, lines: Iterable[str]) -> Iterator[str]:
     """A part under its title, nothing where there are no lines."""
     held = list(lines)
@@ -121,10 +120,10 @@ def _figure(figure: Published) -> str:
     return f"{' and '.join(numbers)} a GPU by {figure.source}, of the set-up as it is published"
 
 
-def _variables(planned: Planned) -> Iterator[str]:
-    variables = [(f"{each.name}={each.value}", each.why) for each in variables_of(planned)]
-    width = max((len(text) for text, _ in variables), default=0)
-    yield from (f"{text:<{width}}  {why}" for text, why in variables)
+def _environment(variables: Variables) -> Iterator[str]:
+    texts = [(f"{each.name}={each.value}", each.why) for each in variables]
+    width = max((len(text) for text, _ in texts), default=0)
+    yield from (f"{text:<{width}}  {why}" for text, why in texts)
 
 
 def _settings(planned: Planned) -> Iterator[str]:
@@ -138,7 +137,7 @@ def setting_text(value: object) -> str:
     """A setting's value as --set takes it; several, where the layers differ."""
     if isinstance(value, tuple):
         return ", ".join(map(setting_text, value)) or "none"
-    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+    return value_text(value)
 
 
 def parameters(counts: Counts) -> str:
@@ -261,13 +260,12 @@ def _groups(folding: Folding, axis: str) -> Iterator[str]:
         yield f"{axis} groups of ranks " + ", ".join("{" + ", ".join(map(str, group)) + "}" for group in groups)
 
 
-def _batch(run: RunConfig, replicas: int) -> Iterator[str]:
+def _batch(run: RunConfig) -> Iterator[str]:
     train = run.train
     tokens = train.global_batch * train.sequence_tokens
-    microbatches = train.global_batch // (replicas * train.microbatch)
     yield (
         f"batch        {train.global_batch} sequences × {train.sequence_tokens} tokens = {tokens:,} tokens a step: "
-        f"{replicas} data-parallel × {_counted(microbatches, 'microbatch', 'microbatches')} × "
+        f"{run.replicas} data-parallel × {_counted(run.microbatches, 'microbatch', 'microbatches')} × "
         f"{_counted(train.microbatch, 'sequence')}"
     )
     schedule = "" if train.schedule_steps in (None, train.steps) else f", of a schedule of {train.schedule_steps}"

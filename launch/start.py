@@ -7,7 +7,7 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -27,6 +27,7 @@ from launch.backends.local import this_process
 from launch.backends.protocol import Backend, Job, JobError, Script
 from launch.describe import describe, head_lines, plan_to_json
 from launch.ending import end_run, fail_run, last_step
+from launch.environment import EnvironmentVariable
 from launch.folder import (
     ASSETS_FOLDER,
     PLAN_FILE,
@@ -107,14 +108,14 @@ def start(asked: Start, backend: Backend | None = None) -> None:
     variables = job_environment(planned, out if asked.resume else None)
     job = make_job(planned.run, out, asked.restarts, variables)
     if asked.dry_run:
-        _show(planned, job, backend)
+        _show(planned, job, backend, variables)
         return
     try:
         _refuse_unstartable(planned.run, job, backend)
     except RequestError:
         # On a laptop one sees the job that a cluster would start.
         if _needs_cluster(job):
-            _show(planned, job, backend)
+            _show(planned, job, backend, variables)
         raise
     if begun is None:
         _refuse_used(planned.run.checkpoint.address)
@@ -130,7 +131,7 @@ def start(asked: Start, backend: Backend | None = None) -> None:
     backend.refuse(job)
     write_assets(out, begin.assets)
     write_run(out, _run_file(planned, tokens))
-    write_json(out / PLAN_FILE, plan_to_json(planned, plan))
+    write_json(out / PLAN_FILE, plan_to_json(planned, plan, variables))
     write_environment(out, variables)
     _write_summary(out, planned.run, tokens)
     click.echo(f"run folder: {out}", err=aside)
@@ -149,12 +150,12 @@ def _needs_cluster(job: Job) -> bool:
     return job.gpus_per_node is not None and job.ranks > job.gpus_per_node
 
 
-def _show(planned: Planned, job: Job, backend: Backend) -> None:
+def _show(planned: Planned, job: Job, backend: Backend, variables: Sequence[EnvironmentVariable]) -> None:
     """The whole plan, and the script; of a job for a cluster that was not said, the one for Slurm."""
     script = backend.script(job)
     if script is None and _needs_cluster(job):
         script = choose_backend(PRINT, ()).script(job)
-    click.echo("\n".join([describe(planned, _plan(planned.run), job.out), *_script_lines(script)]))
+    click.echo("\n".join([describe(planned, _plan(planned.run), job.out, variables), *_script_lines(script)]))
 
 
 def _plan(run: RunConfig) -> Plan:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from core.config.override import Assignment, override
+from core.config.override import Assignment, override, value_text
 from core.config.run import RunConfig
 from core.errors import Fault
 
@@ -22,7 +22,7 @@ def not_built(run: RunConfig) -> tuple[Fault, ...]:
         "execution.graphs": (",".join(execution.graphs) or None, None),
     }
     return tuple(
-        Fault(code="built.not-yet", setting=key, value=_written(value), rule=RULE, works=_written(works))
+        Fault(code="built.not-yet", setting=key, value=value_text(value), rule=RULE, works=value_text(works))
         for key, (value, works) in asked.items()
         if value != works
     )
@@ -32,8 +32,3 @@ def startable(run: RunConfig, fixed: Collection[str] = ()) -> RunConfig:
     """The run without what cannot run yet, but for the settings in `fixed`: the same model, and with what `not_built` says would work."""
     asked = (Assignment(key=f.setting, text=f.works) for f in not_built(run) if f.setting not in fixed)
     return override(run, tuple(asked))[0]
-
-
-def _written(value: object) -> str:
-    """As `--set` takes it."""
-    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -290,6 +290,11 @@ def _form(kind: Any) -> Form | None:
     return next((form for form in FORMS if form.kind == kind), None)
 
 
+def value_text(value: object) -> str:
+    """A plain value as `--set` takes it."""
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
 def _names_text(names: tuple[str, ...]) -> str:
     return ",".join(names) or "none"
 

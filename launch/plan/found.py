@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from launch.plan.candidates import Setup
-
-GIB = 2**30
+from launch.plan.text import GIB
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from core.config.run import RunConfig
 from core.errors import ConfigError, Fault
 from launch.describe import describe, plan_to_json
 from launch.explain import explain
+from launch.job import job_environment
 from launch.plan.text import GIB, table
 from launch.request import Planned, Request, new_run
 
@@ -44,16 +45,18 @@ def show_plan(model: str, request: Request, wanted: Wanted) -> None:
         _show_search(planned, wanted)
         return
     from launch.plan.make import make_plan
+    from launch.plan.memory import MemoryPlanner
 
-    plan = make_plan(planned.run)
+    planner, variables = MemoryPlanner(), job_environment(planned, None)
+    plan = make_plan(planned.run, planner)
     if wanted.page is not None:
         from launch.plan.page import write_page
 
-        write_page(planned.run, planned.origins, plan, wanted.page)
+        write_page(planned.run, planned.origins, plan, wanted.page, planner)
     if wanted.as_json:
-        click.echo(json.dumps(plan_to_json(planned, plan), indent=2, allow_nan=False))
+        click.echo(json.dumps(plan_to_json(planned, plan, variables), indent=2, allow_nan=False))
         return
-    click.echo(describe(planned, plan))
+    click.echo(describe(planned, plan, variables=variables))
     if wanted.page is not None:
         click.echo(f"page: {wanted.page}")
 

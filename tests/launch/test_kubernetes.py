@@ -227,8 +227,8 @@ def test_what_the_cluster_could_not_run_is_refused(options: tuple[str, ...], wor
 
 
 def test_tokens_that_pods_would_not_see_are_refused() -> None:
-    with pytest.raises(ConfigError, match="in which pods see /home/me/cache"):
-        documents(replace(JOB, reads=(Path("/data/tokens"), Path("/home/me/cache"))))
+    with pytest.raises(ConfigError, match="in which pods see /elsewhere/cache"):
+        documents(replace(JOB, reads=(Path("/data/tokens"), Path("/elsewhere/cache"))))
 
 
 def test_two_folders_of_one_name_are_two_jobs() -> None:

@@ -141,4 +141,6 @@ def test_settings_of_one_section_are_read_as_those_of_a_run() -> None:
     items = [parse_assignment(text) for text in ("parallel.tp=4", "parallel.layout=none", "parallel.ep=two")]
     parallel, faults = override_section("parallel", ParallelConfig(layout="EtL"), items)
     assert parallel == ParallelConfig(tp=4)
-    assert [str(fault) for fault in faults] == ["parallel.ep=two: must be a whole number. Works: for example 64. [setting.value]"]
+    assert [str(fault) for fault in faults] == [
+        "parallel.ep=two: must be a whole number. Works: for example 64. [setting.value]"
+    ]

@@ -12,7 +12,8 @@ from core.config.execution import ExecutionConfig, GraphName
 from core.config.family import find_family
 from core.config.mapping import DispatcherName, ParallelConfig
 from core.config.memory import MemoryConfig, RecomputeName
-from core.config.precision import FloatName, PrecisionConfig, RecipeName
+from core.config.precision import FloatName, PrecisionConfig
+from core.config.recipe import RECIPES, RecipeName
 from core.config.run import CheckpointConfig, DataConfig, OptimizerConfig, RunConfig, TrainConfig
 
 DATA = Path(__file__).parent / "data" / "published.json"
@@ -101,7 +102,7 @@ def model_of(row: Row) -> ModelConfig:
 def run_of(row: Row) -> RunConfig:
     """The run as this zoo declares it. Gradients and moments of DeepSeek-V3's recipes are bfloat16, the others' float32."""
     family, size = SIZES[row.model]
-    recipe = None if row.precision == "bf16" else row.precision
+    recipe = None if row.precision == "bf16" else RECIPES[row.precision]
     states: FloatName = "bfloat16" if row.model == "deepseek_v3" else "float32"
     return RunConfig(
         family=family,

@@ -21,6 +21,7 @@ from core.config.flops import flops_per_token
 from core.config.mapping import ParallelConfig
 from core.config.memory import MemoryConfig, RecomputeName
 from core.config.precision import FloatName, PrecisionConfig
+from core.config.recipe import RECIPES
 from core.config.run import CheckpointConfig, DataConfig, OptimizerConfig, RunConfig, TrainConfig
 from launch.plan.load import load_of
 from launch.plan.memory import MemoryPlanner
@@ -126,7 +127,7 @@ class Figures:
         names: tuple[RecomputeName, ...] = ("mla_up_proj", "layernorm")
         for name in names:
             found[f"memory.table4.{name}"] = self.layers * (none - self._layer_bytes(name)) / GIB
-        fp8 = PrecisionConfig(compute="bfloat16", recipe="fp8_current")
+        fp8 = PrecisionConfig(compute="bfloat16", recipe=RECIPES["fp8_current"])
         found["memory.fp8_saving"] = self.layers * (none - self._layer_bytes(precision=fp8)) / GIB
         resident = self.planner.resident(self.run, 128)
         found["memory.table3.weights_and_gradients"] = (resident.parameters + resident.gradients) / GIB
@@ -193,7 +194,7 @@ class Figures:
     def _offload_run(self) -> RunConfig:
         """Table 5's set-up: TP 1, PP 8, VPP 4, EP 32, MXFP8, on 256 GPUs, which are assumed."""
         parallel = ParallelConfig(pp=8, vpp=4, ep=32, layout="Et|(tt|)*30mL", dispatcher="flex")
-        precision = PrecisionConfig(compute="bfloat16", recipe="mxfp8")
+        precision = PrecisionConfig(compute="bfloat16", recipe=RECIPES["mxfp8"])
         return replace(self.run, parallel=parallel, precision=precision)
 
 

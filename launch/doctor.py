@@ -154,7 +154,7 @@ def _transformer_engine(needs: Needs, probe: Probe) -> Finding:
         return found("Transformer Engine", there, "nothing: no precision.recipe", "ok")
     state: State = "ok" if shell and part else "missing"
     fix = "`pip install --no-build-isolation 'transformer-engine[pytorch]==2.20.2'`, with CUDA's compiler"
-    return found("Transformer Engine", there, f"for precision.recipe={needs.recipe}", state, fix)
+    return found("Transformer Engine", there, f"for precision.recipe={needs.recipe.name}", state, fix)
 
 
 def _deep_ep(needs: Needs, probe: Probe) -> Finding:

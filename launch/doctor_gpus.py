@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from core.config.precision import RecipeName
+from core.config.recipe import ScalingName
 from launch.finding import Finding, Needs, State, found
 from launch.machine import Probe
 
@@ -19,13 +19,15 @@ UNKNOWN_FIELD = re.compile(r'Field "([^"]+)" is not a valid field to query')
 MEBIBYTE = 2**20
 # The first CUDA that makes code for a generation of GPUs, by the major compute capability (CUDA's release notes).
 FIRST_CUDA = {8: (11, 0), 9: (11, 8), 10: (12, 8)}
-# The first compute capability whose matrix units take a recipe's format, and the first that does not any more (report section 5).
-CAPABLE: dict[RecipeName, tuple[tuple[int, int], tuple[int, int] | None]] = {
-    "fp8_delayed": ((8, 9), None),
-    "fp8_current": ((8, 9), None),
-    "fp8_blockwise": ((9, 0), (10, 0)),
-    "mxfp8": ((10, 0), None),
-    "nvfp4": ((10, 0), None),
+# The first compute capability whose matrix units take scales of a kind, and the first that does not any more (report section 5).
+CAPABLE: dict[ScalingName, tuple[tuple[int, int], tuple[int, int] | None]] = {
+    "delayed": ((8, 9), None),
+    "tensor": ((8, 9), None),
+    "1x128": ((9, 0), (10, 0)),
+    "128x128": ((9, 0), (10, 0)),
+    "mx": ((10, 0), None),
+    "nv": ((10, 0), None),
+    "nv16x16": ((10, 0), None),
 }
 DRIVER = "install NVIDIA's driver: on Debian and Ubuntu `sudo apt-get install nvidia-driver-580-server`, then restart"
 # How little less than a profile's memory a GPU may have: makers' figures are rounded.
@@ -155,11 +157,13 @@ def _recipe(needs: Needs, gpu: Gpu) -> Iterator[Finding]:
     recipe, capability = needs.recipe, gpu.capability()
     if recipe is None or capability is None:
         return
-    first, past = CAPABLE[recipe]
+    spans = [CAPABLE[scaling] for scaling in recipe.scalings]
+    first = max((first for first, _ in spans), default=(0, 0))
+    past = min((past for _, past in spans if past is not None), default=None)
     fits = first <= capability and (past is None or capability < past)
     wanted = f"{_version(first)} or newer" if past is None else f"from {_version(first)}, before {_version(past)}"
     fix = "choose another precision.recipe, or precision.recipe=none"
-    yield found(f"matrix units for {recipe}", f"compute capability {_version(capability)}", wanted, "ok" if fits else "missing", fix)  # fmt: skip
+    yield found(f"matrix units for {recipe.name}", f"compute capability {_version(capability)}", wanted, "ok" if fits else "missing", fix)  # fmt: skip
 
 
 def _state(gpus: tuple[Gpu, ...]) -> Iterator[Finding]:

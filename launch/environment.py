@@ -136,7 +136,7 @@ def _hybridep(run: RunConfig, profile: Profile) -> Iterator[Row]:
 
 def _transformer_engine(run: RunConfig) -> Iterator[Row]:
     """For its kernels, by which products in a low-precision format run."""
-    recipe = run.precision.recipe
+    recipe = None if run.precision.recipe is None else run.precision.recipe.name
     if run.parallel.schedule == "combined":
         margin = max(NORM_MARGIN, run.execution.dispatcher_sms or 0)
         why = "parallel.schedule=combined: norms leave processors to the communication beside them"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from core.config.mapping import DispatcherName
-from core.config.precision import RecipeName
+from core.config.recipe import Recipe
 from core.config.run import RunConfig
 from launch.profiles import Profile
 
@@ -37,7 +37,7 @@ class Needs:
     run: RunConfig | None = None
 
     @property
-    def recipe(self) -> RecipeName | None:
+    def recipe(self) -> Recipe | None:
         """The low precision that is asked for."""
         return None if self.run is None else self.run.precision.recipe
 

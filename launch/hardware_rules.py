@@ -45,10 +45,10 @@ def _gpu_alone(run: RunConfig, profile: Profile) -> Iterator[Fault]:
 def _recipe(run: RunConfig, profile: Profile) -> Iterator[Fault]:
     """Matrix units take some formats and not others. Of the machine at hand nothing is known beforehand."""
     recipe = run.precision.recipe
-    if recipe is not None and profile.chip is not None and recipe not in profile.chip.recipes:
+    if recipe is not None and profile.chip is not None and not profile.chip.has(recipe):
         rule = f"is no format of the matrix units of --hw {profile.name} ({profile.title})"
         works = " or ".join((*profile.chip.recipes, "none"))
-        yield Fault(code="hardware.recipe", setting="precision.recipe", value=recipe, rule=rule, works=works)
+        yield Fault(code="hardware.recipe", setting="precision.recipe", value=recipe.name, rule=rule, works=works)
 
 
 def _whole_nodes(run: RunConfig, profile: Profile) -> Iterator[Fault]:

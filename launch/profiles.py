@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from core.config.precision import RecipeName
+from core.config.recipe import RECIPES, Recipe, RecipeName
 from core.errors import ConfigError, Fault
 
 GB = 10**9
@@ -29,6 +29,10 @@ class Chip:
     fp8: float | None = None
     fp4: float | None = None
     recipes: tuple[RecipeName, ...] = ()
+
+    def has(self, recipe: Recipe) -> bool:
+        """Whether its matrix units take every format of a recipe: those of the recipes that it is known to take."""
+        return recipe.scalings <= {scaling for name in self.recipes for scaling in RECIPES[name].scalings}
 
 
 @dataclass(frozen=True, kw_only=True)

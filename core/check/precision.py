@@ -1,24 +1,19 @@
-"""Rules over number formats: a recipe quantises in blocks, and a matrix must consist of whole ones; what is added up keeps what is added."""
+"""Rules over number formats: what a recipe may say, and that matrices consist of its whole blocks; what is added up keeps what is added."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from core.check.words import nearest_multiples
 from core.config.architecture import Dense, MoE
-from core.config.precision import RecipeName
+from core.config.products import unmatched
+from core.config.recipe import ALONG, BITS, SQUARE, Operand, Recipe
+from core.config.recipe_text import operand_text
 from core.config.run import RunConfig
 from core.errors import Fault
 
-# The numbers of elements that share a scale along the dimension that is summed over; 16 where all share one, as FP8 products want.
-BLOCKS: dict[RecipeName, int] = {
-    "fp8_delayed": 16,
-    "fp8_current": 16,
-    "fp8_blockwise": 128,
-    "mxfp8": 32,
-    "nvfp4": 16,
-}
 # Half a unit of bfloat16's last place, of a number just above a power of two: a decay by less is undone by rounding to nearest.
 _LEAST_DECAY = 2.0**-8
 
@@ -33,6 +28,8 @@ def check_precision(run: RunConfig) -> Iterator[Fault]:
             code="precision.primary-needs-recipe", setting="precision.primary", value="true", rule=rule, works=works
         )
     if precision.recipe is not None:
+        yield from _declaration(precision.recipe)
+        yield from _layers(run, precision.recipe)
         yield from _whole_blocks(run, precision.recipe)
     yield from _too_few_bits(run)
 
@@ -59,12 +56,104 @@ def _too_few_bits(run: RunConfig) -> Iterator[Fault]:
             )
 
 
-def _whole_blocks(run: RunConfig, recipe: RecipeName) -> Iterator[Fault]:
+def _declaration(recipe: Recipe) -> Iterator[Fault]:
+    """What no product could be of, in a recipe of anyone's."""
+    for product in ("forward", "input_gradient", "weight_gradient"):
+        yield from _pair(f"precision.recipe.{product}", vars(vars(recipe)[product]))
+    for key, operand in recipe.operands():
+        yield from _operand(f"precision.recipe.{key}", operand)
+    along = max((ALONG[o.scaling] for key, o in recipe.operands() if key.startswith("weight_gradient")), default=1)
+    unit = max(along, 16 if any(operand.hadamard for _, operand in recipe.operands()) else 1)
+    if recipe.align < 1 or recipe.align % unit:
+        yield Fault(
+            code="precision.recipe-align",
+            setting="precision.recipe.align",
+            value=recipe.align,
+            rule=f"must be a multiple of {unit}: weight gradients of experts sum over rows, in whole blocks of an expert's own",
+            works=str(unit),
+        )
+
+
+def _pair(setting: str, sides: Mapping[str, Operand | None]) -> Iterator[Fault]:
+    """What the two operands of a product must have in common."""
+    (first, one), (second, other) = sides.items()
+    if (one is None) != (other is None):
+        missing, there = (first, second) if one is None else (second, first)
+        yield Fault(
+            code="precision.operand-both",
+            setting=f"{setting}.{missing}",
+            value="none",
+            rule=f"stays in the run's dtype, and {there} is rounded: no hardware multiplies the two",
+            works=f"{operand_text(sides[there])}, or {setting}.{there}=none",
+        )
+    elif one is not None and other is not None and one.hadamard != other.hadamard:
+        plain, turned = (second, first) if one.hadamard else (first, second)
+        held, rotated = (other, one) if one.hadamard else (one, other)
+        unturned = operand_text(replace(rotated, hadamard=False))
+        yield Fault(
+            code="precision.operand-hadamard",
+            setting=f"{setting}.{plain}",
+            value=operand_text(held),
+            rule=f"is not rotated, and {turned} is: only of two rotated operands is the product unchanged",
+            works=f"{operand_text(replace(held, hadamard=True))}, or {setting}.{turned}={unturned}",
+        )
+
+
+def _operand(setting: str, operand: Operand) -> Iterator[Fault]:
+    """Elements and scales that do not go together, and blocks over rows that come and go."""
+    four = BITS[operand.element] == 4
+    if four != (operand.scaling in ("nv", "nv16x16")) and not (four and operand.scaling == "mx"):
+        yield Fault(
+            code="precision.operand-element",
+            setting=setting,
+            value=operand_text(operand),
+            rule="pairs an element with scales that are not made for it: nv and nv16x16 are for e2m1, which else has mx",
+            works="e2m1/nv or e4m3/tensor",
+        )
+    if ALONG[operand.scaling] > 1 and operand.scaling in SQUARE and not setting.endswith(".weight"):
+        yield Fault(
+            code="precision.operand-square",
+            setting=setting,
+            value=operand_text(operand),
+            rule="shares a scale among several rows, which only a weight's may: rows of tokens come and go",
+            works="e2m1/nv" if four else "e4m3/1x128",
+        )
+
+
+def _layers(run: RunConfig, recipe: Recipe) -> Iterator[Fault]:
+    """Patterns that match nothing, and layers that are not there."""
+    for pattern in unmatched(recipe, run.model):
+        rule = "matches no product of this model, so that it would keep nothing in the run's dtype"
+        yield Fault(
+            code="precision.recipe-pattern",
+            setting="precision.recipe.high",
+            value=pattern,
+            rule=rule,
+            works="layers.0.*, layers.*.attention.*, layers.*.mlp.experts.down",
+        )
+    layers = len(run.model.layers)
+    for name, number in (("high_first", recipe.high_first), ("high_last", recipe.high_last)):
+        if not 0 <= number < layers:
+            yield Fault(
+                code="precision.recipe-layers",
+                setting=f"precision.recipe.{name}",
+                value=number,
+                rule=f"must leave some of the {layers} layers to the recipe",
+                works=f"0 to {layers - 1}",
+            )
+
+
+def _block(recipe: Recipe) -> int:
+    """What must divide the widths that forward and input gradient sum over: whole blocks, and the 16 bytes that hardware reads at once."""
+    return max([16, *(ALONG[o.scaling] for key, o in recipe.operands() if not key.startswith("weight_gradient"))])
+
+
+def _whole_blocks(run: RunConfig, recipe: Recipe) -> Iterator[Fault]:
     """Every rank's piece of a width that a product sums over consists of whole blocks."""
-    block = BLOCKS[recipe]
+    block = _block(recipe)
     for setting, size, unit, cut in dict.fromkeys(_widths(run, block)):
         if size > 0 and size % unit:
-            rule = f"must be a multiple of {unit}: whole blocks of {block}, in which precision.recipe={recipe} quantises{cut}"
+            rule = f"must be a multiple of {unit}: whole blocks of {block}, in which precision.recipe={recipe.name} quantises{cut}"
             works = f"{nearest_multiples(size, unit)}, or precision.recipe=none"
             yield Fault(code="precision.recipe-blocks", setting=setting, value=size, rule=rule, works=works)
 

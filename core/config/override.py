@@ -16,6 +16,17 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from core.config.architecture import Balance, Capacity, Dense, Layer, ModelConfig, MoE, Selection
 from core.config.capacity_text import CAPACITY_EXAMPLE, capacity_text, parse_capacity
+from core.config.recipe import Operand, Recipe
+from core.config.recipe_text import (
+    OPERAND_EXAMPLE,
+    RECIPE_EXAMPLE,
+    names_text,
+    operand_text,
+    parse_names,
+    parse_operand,
+    parse_recipe,
+    recipe_text,
+)
 from core.config.router_text import (
     BALANCE_EXAMPLE,
     SELECTION_EXAMPLE,
@@ -59,12 +70,17 @@ class Form:
     show: Callable[[Any], str]
     read: Callable[[str], Any]
     example: str
+    # Whether the fields of a value are settings of their own besides.
+    opens: bool = False
 
 
 FORMS = (
     Form(kind=tuple[Balance, ...], show=balance_text, read=parse_balance, example=BALANCE_EXAMPLE),
     Form(kind=Capacity | None, show=capacity_text, read=parse_capacity, example=CAPACITY_EXAMPLE),
     Form(kind=Selection, show=selection_text, read=parse_selection, example=SELECTION_EXAMPLE),
+    Form(kind=Recipe | None, show=recipe_text, read=parse_recipe, example=RECIPE_EXAMPLE, opens=True),
+    Form(kind=Operand | None, show=operand_text, read=parse_operand, example=OPERAND_EXAMPLE),
+    Form(kind=tuple[str, ...], show=names_text, read=parse_names, example="layers.0.*,layers.*.attention.*, or none"),
 )
 PARTS = (
     Part(name="attention", read=lambda layer: layer.attention, write=lambda layer, new: replace(layer, attention=new)),
@@ -156,6 +172,8 @@ def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
         form = _form(hints[field.name])
         if form is not None:
             yield key, form.show(held)
+            if form.opens and is_dataclass(held):
+                yield from _leaves(key, held)
             continue
         if get_origin(hints[field.name]) is tuple:
             continue

@@ -5,28 +5,34 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from core.config.recipe import Recipe
+
+ComputeName = Literal["float32", "bfloat16", "float16"]
 FloatName = Literal["float32", "bfloat16"]
-# Of one number.
-BYTES: dict[FloatName, int] = {"float32": 4, "bfloat16": 2}
-# How matrix products are quantised: per tensor with a history of scales or with the current one, in blocks of 128, in blocks of 32
-# (OCP MX), in blocks of 16 at four bits.
-RecipeName = Literal["fp8_delayed", "fp8_current", "fp8_blockwise", "mxfp8", "nvfp4"]
-# Recipes whose operands are four bits wide.
-FOUR_BITS: tuple[RecipeName, ...] = ("nvfp4",)
+# float8: E4M3 under a scale for 128 neighbours; of the second moment its root.
+MomentName = Literal["float32", "bfloat16", "float16", "float8"]
+# remainder: the low 16 bits of a float32 number, whose high ones are the bfloat16 parameter.
+MasterName = Literal["float32", "remainder"]
+# Of one number; without scales.
+BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "remainder": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
     """`compute`: dtype of parameters and activations. Router, norms' statistics and losses are float32 whatever it is.
 
-    recipe: the format of the operands of matrix products in layers; None multiplies in `compute`. primary: the weights themselves
+    recipe: the formats of the operands of matrix products in layers; None multiplies in `compute`. primary: the weights themselves
     are held in the recipe's format, and gathered in it. main_gradients: of gradients summed over microbatches, and sent to be
-    summed over copies. moments: of the optimizer's two moments between steps. Master weights, and the arithmetic of the update, are
-    float32.
+    summed over copies. moments: of the optimizer's two moments between steps. masters: of the weights that are updated. The arithmetic
+    of the update is float32. loss_scale: what losses are multiplied by before a float16 backward (None: found out as training goes).
+    insight_interval: steps between measurements of what a recipe's rounding loses (0: never).
     """
 
-    compute: FloatName = "float32"
-    recipe: RecipeName | None = None
+    compute: ComputeName = "float32"
+    recipe: Recipe | None = None
     primary: bool = False
     main_gradients: FloatName = "float32"
-    moments: FloatName = "float32"
+    moments: MomentName = "float32"
+    masters: MasterName = "float32"
+    loss_scale: float | None = None
+    insight_interval: int = 50

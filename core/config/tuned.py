@@ -11,12 +11,13 @@ from dataclasses import replace
 from core.config.execution import GraphName
 from core.config.family import Published
 from core.config.precision import PrecisionConfig
+from core.config.recipe import RECIPES
 from core.config.run import TrainConfig
 
 BF16 = PrecisionConfig(compute="bfloat16")
-MXFP8 = replace(BF16, recipe="mxfp8", primary=True)
-FP8_BLOCKWISE = replace(BF16, recipe="fp8_blockwise", primary=True)
-FP8_CURRENT = replace(BF16, recipe="fp8_current", primary=True)
+MXFP8 = replace(BF16, recipe=RECIPES["mxfp8"], primary=True)
+FP8_BLOCKWISE = replace(BF16, recipe=RECIPES["fp8_blockwise"], primary=True)
+FP8_CURRENT = replace(BF16, recipe=RECIPES["fp8_current"], primary=True)
 
 # What Transformer Engine captures of a layer, while the experts' shapes change: report section 4.3.5.
 LAYER_GRAPHS: tuple[GraphName, ...] = ("attn", "moe_router", "moe_preprocess")

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from core.config.precision import FloatName, PrecisionConfig
+from core.config.precision import PrecisionConfig
 
-_DTYPES: dict[FloatName, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}
+_DTYPES: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from core.config.architecture import GQA, Layer, ModelConfig, MoE
 from core.config.counts import count_parameters
 from core.config.flops import flops_per_token
 from core.config.mapping import PACKAGES
-from core.config.precision import BYTES, FOUR_BITS
+from core.config.precision import BYTES
 from core.config.run import RunConfig
 from core.pipeline.layout import Part, layout_of
 from launch.plan.candidates import Setup
@@ -170,7 +170,9 @@ def leanest(run: RunConfig, fixed: frozenset[str], profile: Profile) -> Leanest:
     on_host = run.memory.optimizer_offload if "memory.optimizer_offload" in fixed else 1.0
     # A weight of four bits or eight, or of what is computed with; masters beside those that are not float32.
     return Leanest(
-        weight=(0.5 if precision.recipe in FOUR_BITS else 1.0) if primary else BYTES[precision.compute],
+        weight=(1.0 if precision.recipe is None else precision.recipe.bits / 8)
+        if primary
+        else BYTES[precision.compute],
         gradient=BYTES[gradients],
         states=(1 - on_host) * ((4.0 if low else 0.0) + 2 * BYTES[moments]),
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from core.config.precision import FOUR_BITS
 from core.config.run import RunConfig
 from core.pipeline.layout import Part
 from launch.plan.communication import copied
@@ -70,7 +69,7 @@ def _parameter_bytes(run: RunConfig) -> float:
     """Of a gathered number: primary weights travel in the recipe's format."""
     precision = run.precision
     if precision.primary and precision.recipe is not None:
-        return 0.5 if precision.recipe in FOUR_BITS else 1
+        return precision.recipe.bits / 8
     return 2 if precision.compute == "bfloat16" else 4
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from core.config.memory import MemoryConfig, OffloadName
-from core.config.precision import FOUR_BITS, PrecisionConfig
+from core.config.precision import PrecisionConfig
 from launch.plan.survivors import Piece
 from launch.plan.trace import PieceTrace
 
@@ -65,8 +65,8 @@ def recipe_bytes(piece: Piece, precision: PrecisionConfig) -> int:
     plain = precision.recipe is None or not piece.in_product or piece.of_attention != ""
     if plain or piece.dtype != torch.bfloat16 or not inside or ".router" in piece.module:
         return piece.num_bytes
-    each = {"mxfp8": 1 + 1 / 32, "fp8_blockwise": 1 + 4 / 128, "nvfp4": 0.5 + 1 / 16}.get(str(precision.recipe), 1.0)
-    assert each < 1 or precision.recipe not in FOUR_BITS
+    operand = precision.recipe.weight_gradient.input if precision.recipe is not None else None
+    each = piece.dtype.itemsize if operand is None else operand.num_bytes
     return round(piece.num_bytes / piece.dtype.itemsize * each)
 
 

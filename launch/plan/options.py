@@ -10,7 +10,7 @@ from core.config.architecture import MLA, Dense, ModelConfig, MoE
 from core.config.execution import GraphName
 from core.config.mapping import PACKAGES, DispatcherName
 from core.config.memory import OffloadName, RecomputeName
-from core.config.precision import FOUR_BITS
+from core.config.recipe import RECIPES, Recipe
 from core.config.run import RunConfig
 from launch.plan.candidates import Setup
 from launch.profiles import Profile
@@ -56,9 +56,9 @@ def time_moves(setup: Setup, run: RunConfig, profile: Profile) -> Iterator[Move]
             yield _graphs(graphs)
     if run.precision.compute == "bfloat16" and profile.chip is not None:
         # The finest scales that the hardware has, which keep most of what is learned. Four bits are for those who name them.
-        finest = [recipe for recipe in profile.chip.recipes if recipe not in FOUR_BITS][-1:]
-        for recipe in finest if setup.precision.recipe is None else ():
-            yield _precision("recipe", recipe)
+        finest = [name for name in profile.chip.recipes if RECIPES[name].bits == 8][-1:]
+        for name in finest if setup.precision.recipe is None else ():
+            yield _precision("recipe", RECIPES[name])
 
 
 def memory_moves(setup: Setup, run: RunConfig) -> Iterator[Move]:
@@ -176,7 +176,8 @@ def _precision(name: str, value: object) -> Move:
     def apply(setup: Setup) -> Setup:
         return replace(setup, precision=replace(setup.precision, **{name: value}))  # type: ignore[arg-type]
 
-    return Move(text=f"precision.{name}={str(value).lower()}", key=f"precision.{name}", apply=apply)
+    shown = value.name if isinstance(value, Recipe) else str(value).lower()
+    return Move(text=f"precision.{name}={shown}", key=f"precision.{name}", apply=apply)
 
 
 def _memory(name: str, value: object) -> Move:

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from core.config.architecture import Layer, MoE
 from core.config.execution import GraphName
-from core.config.precision import FOUR_BITS
 from core.config.run import RunConfig
 from core.pipeline.layout import Part
 from launch.plan.communication import Exchange, Links, layer_exchanges, over_tp
@@ -96,8 +95,8 @@ class Pricing:
         if profile.chip is None or profile.fabric is None or profile.speeds is None:
             raise ValueError(f"nothing is known of the speed of --hw {profile.name}")
         recipe = run.precision.recipe
-        if recipe is not None and recipe not in profile.chip.recipes:
-            raise ValueError(f"{profile.name} has no {recipe}")
+        if recipe is not None and not profile.chip.has(recipe):
+            raise ValueError(f"{profile.name} has no {recipe.name}")
         links = Links.of(run, profile.fabric)
         return Pricing(run=run, chip=profile.chip, speeds=profile.speeds, share=Share.of(run), links=links)
 
@@ -107,7 +106,7 @@ class Pricing:
         plain = (chip.bfloat16 if precision.compute == "bfloat16" else chip.float32) * self.speeds.products
         if precision.recipe is None:
             return plain, plain
-        peak = chip.fp4 if precision.recipe in FOUR_BITS else chip.fp8
+        peak = chip.fp4 if precision.recipe.bits == 4 else chip.fp8
         assert peak is not None, "a chip has the peak of its recipes"
         return peak * self.speeds.low_products, plain
 

@@ -15,7 +15,7 @@ from math import lcm
 from core.config.architecture import MoE
 from core.config.mapping import ParallelConfig, ScheduleName
 from core.config.memory import RecomputeName
-from core.config.precision import BYTES, FOUR_BITS, PrecisionConfig
+from core.config.precision import BYTES, PrecisionConfig
 from core.config.run import RunConfig
 from core.optim.buckets import BUCKET_BYTES
 from core.parallel.mesh import fold
@@ -270,7 +270,7 @@ def primary_saved(precision: PrecisionConfig) -> float:
     """Bytes of an element that primary weights of a recipe save."""
     if not precision.primary or precision.recipe is None:
         return 0.0
-    return BYTES[precision.compute] * (0.75 if precision.recipe in FOUR_BITS else 0.5)
+    return BYTES[precision.compute] * (1 - precision.recipe.bits / 16)
 
 
 @lru_cache(maxsize=4096)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from core.config.precision import FOUR_BITS, PrecisionConfig
+from core.config.precision import PrecisionConfig
 from core.optim.buckets import BUCKET_BYTES, in_chunks, lay_out, main_dtype
 from core.optim.formats import formats_of
 from core.optim.fsdp import MOST_PADDING
@@ -255,7 +255,7 @@ def _primary_share(members: Sequence[Named], precision: PrecisionConfig) -> floa
     head stay as they are."""
     if not precision.primary or precision.recipe is None:
         return 1.0
-    bits = 0.25 if precision.recipe in FOUR_BITS else 0.5
+    bits = precision.recipe.bits / 16
     total = sum(entry.tensor.numel() for _, entry in members)
     held = sum(entry.tensor.numel() for name, entry in members if _quantised(name, entry))
     return 1.0 - held / total * (1.0 - bits)

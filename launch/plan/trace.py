@@ -23,7 +23,7 @@ from core.attention.rope import rotated_dimensions
 from core.config.architecture import Capacity, Layer, ModelConfig, MoE
 from core.config.mapping import DispatcherName, ParallelConfig
 from core.config.memory import MemoryConfig, RecomputeName
-from core.config.precision import FloatName
+from core.config.precision import ComputeName
 from core.config.run import RunConfig
 from core.moe.dispatch.protocol import experts_per_rank
 from core.moe.workload import Workload
@@ -36,7 +36,11 @@ from core.transformer.context import BalanceInputs, BatchPosition, Prescription,
 from core.transformer.stage import Stage, build_model
 from launch.plan.survivors import Piece, Watch
 
-FLOATS: dict[FloatName, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+FLOATS: dict[ComputeName, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 # Dispatchers that are packages of kernels are traced as the one that sends the same on any hardware.
 _TRACED_AS: dict[DispatcherName, DispatcherName] = {"deepep": "flex", "hybridep": "flex"}
 
@@ -85,7 +89,7 @@ class Setting:
     ranks: int
     rank: int
     lengths: tuple[int, ...]
-    compute: FloatName
+    compute: ComputeName
     recompute: tuple[RecomputeName, ...]
     hot: bool
 

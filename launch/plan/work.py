@@ -13,7 +13,6 @@ from typing import Literal
 
 from core.config.architecture import GQA, MLA, Dense, Layer, MoE, num_halves
 from core.config.memory import OffloadName, RecomputeName
-from core.config.precision import FOUR_BITS
 from core.config.run import RunConfig
 
 _WIDE = 4  # bytes of a float32: logits, scores, router weights
@@ -61,7 +60,7 @@ class Share:
         """The even share of a rank."""
         parallel, train = run.parallel, run.train
         recipe = run.precision.recipe
-        width = 0.0 if recipe is None else 0.5 if recipe in FOUR_BITS else 1.0
+        width = 0.0 if recipe is None else recipe.bits / 8
         return Share(
             tokens=train.microbatch * train.sequence_tokens / (parallel.tp * parallel.cp),
             sequence=train.sequence_tokens,

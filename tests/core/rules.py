@@ -27,6 +27,7 @@ from core.config.capacity_text import parse_capacity
 from core.config.mapping import ParallelConfig
 from core.config.memory import MemoryConfig
 from core.config.precision import PrecisionConfig
+from core.config.recipe_text import parse_names, parse_operand, parse_recipe
 from core.config.router_text import parse_balance, parse_selection
 from core.config.run import CheckpointConfig, DataConfig, OptimizerConfig, RunConfig, TrainConfig
 from core.config.serial import to_json
@@ -150,6 +151,14 @@ PAIRS = (
     pair("precision.moments-decay", "precision.moments=bfloat16 optimizer.beta1=0.9962", "precision.moments=bfloat16 optimizer.beta1=0.996"),
     pair("precision.moments-decay", "precision.moments=bfloat16 optimizer.beta2=0.999", "precision.moments=bfloat16 optimizer.beta2=0.996"),
     pair("precision.recipe-blocks", "precision.recipe=mxfp8 model.hidden=112", "precision.recipe=mxfp8 model.hidden=128"),
+    pair("precision.operand-both", "precision.recipe=fp8_current precision.recipe.forward.input=none", "precision.recipe=fp8_current precision.recipe.forward.input=none precision.recipe.forward.weight=none"),
+    pair("precision.operand-hadamard", "precision.recipe=fp8_current precision.recipe.forward.input=e4m3/tensor+hadamard", "precision.recipe=fp8_current precision.recipe.forward.input=e4m3/tensor+hadamard precision.recipe.forward.weight=e4m3/tensor+hadamard"),
+    pair("precision.operand-element", "precision.recipe=fp8_current precision.recipe.forward.input=e2m1/tensor", "precision.recipe=fp8_current precision.recipe.forward.input=e2m1/mx"),
+    pair("precision.operand-element", "precision.recipe=fp8_current precision.recipe.forward.input=e5m2/nv", "precision.recipe=fp8_current precision.recipe.forward.input=e2m1/nv"),
+    pair("precision.operand-square", "precision.recipe=nvfp4 precision.recipe.forward.input=e2m1/nv16x16", "precision.recipe=nvfp4 precision.recipe.forward.weight=e2m1/nv16x16"),
+    pair("precision.recipe-align", "precision.recipe=mxfp8 precision.recipe.align=16", "precision.recipe=mxfp8 precision.recipe.align=64"),
+    pair("precision.recipe-pattern", "precision.recipe=mxfp8 precision.recipe.high=layers.7.*", "precision.recipe=mxfp8 precision.recipe.high=layers.*.attention.*"),
+    pair("precision.recipe-layers", "precision.recipe=mxfp8 precision.recipe.high_last=4", "precision.recipe=mxfp8 precision.recipe.high_last=3"),
     pair("train.sequence-fits-model", "train.sequence_tokens=65", "train.sequence_tokens=64"),
     pair("train.batch-divides", "train.global_batch=23", "train.global_batch=20"),
     pair("train.forced-experts", "train.forced_routing=balanced", "train.forced_routing=none", base=DENSE),
@@ -207,6 +216,9 @@ WORDS: dict[str, Callable[[str], Any]] = {
     "capacity": parse_capacity,
     "graphs": lambda text: () if text == "none" else tuple(text.split(",")),
     "recompute": lambda text: () if text == "none" else tuple(text.split(",")),
+    "recipe": parse_recipe,
+    "high": parse_names,
+    **dict.fromkeys(("input", "weight", "gradient"), parse_operand),
 }
 PARTS = {"attention": ("GQA", "MLA"), "moe": ("MoE",), "dense": ("Dense",)}
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from core.config.mapping import DispatcherName
-from core.config.precision import RecipeName
+from core.config.recipe import RECIPES, RecipeName
 from core.errors import ConfigError
 from launch.cli import main
 from launch.doctor import doctor, examine, needs_of, torch_build
@@ -52,7 +52,7 @@ def needs(
         RUN,
         hardware=hardware,
         parallel=replace(RUN.parallel, dispatcher=dispatcher),
-        precision=replace(RUN.precision, recipe=recipe, compute="bfloat16"),
+        precision=replace(RUN.precision, recipe=None if recipe is None else RECIPES[recipe], compute="bfloat16"),
     )
     return Needs(profile=profile, gpus=each, nodes=nodes, run=run)
 

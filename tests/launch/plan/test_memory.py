@@ -24,6 +24,7 @@ from core.config.architecture import (
 from core.config.mapping import ParallelConfig
 from core.config.memory import MemoryConfig, RecomputeName
 from core.config.precision import PrecisionConfig
+from core.config.recipe import RECIPES
 from core.config.run import RunConfig
 from core.optim.buckets import BUCKET_BYTES, pack
 from core.parallel.fake import plan_world
@@ -202,7 +203,7 @@ def test_moments_gradients_and_optimizer_offload_take_what_they_say(planner: Mem
     less = planner.resident(small, 64)
     assert less.gradients * 2 == plain.gradients
     assert less.optimizer == pytest.approx(plain.optimizer * 8 / 12, rel=1e-3)
-    primary = planner.resident(replace(run, precision=replace(BFLOAT16, recipe="mxfp8", primary=True)), 64)
+    primary = planner.resident(replace(run, precision=replace(BFLOAT16, recipe=RECIPES["mxfp8"], primary=True)), 64)
     assert primary.parameters == pytest.approx(plain.parameters / 2, rel=0.01)
     away = replace(run, memory=MemoryConfig(optimizer_offload=0.5))
     (_, here, *_), (_, there, *_) = planner.of(run), planner.of(away)
@@ -227,7 +228,7 @@ def test_offloaded_activations_wait_on_the_host(planner: MemoryPlanner) -> None:
 def test_a_recipe_keeps_operands_of_products_in_its_own_bytes(planner: MemoryPlanner) -> None:
     """4096 tokens of a layer of experts: 560 MiB of wide inputs, 16 of latents, 16 of shared experts and 128 behind attention are halved."""
     run = deepseek_run()
-    eight = replace(run, precision=replace(BFLOAT16, recipe="fp8_current"))
+    eight = replace(run, precision=replace(BFLOAT16, recipe=RECIPES["fp8_current"]))
     kept = [planner.parts(each, 64)[1].activations for each in (run, eight)]
     assert kept[0] - kept[1] == 4 * (560 + 16 + 16 + 128) // 2 * 2**20
 

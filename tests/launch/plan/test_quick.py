@@ -9,6 +9,7 @@ import pytest
 
 from core.config.mapping import ParallelConfig
 from core.config.memory import MemoryConfig
+from core.config.recipe import RECIPES
 from core.config.run import RunConfig
 from core.pipeline.schedule import make_schedule
 from launch.plan.bounds import Bounds
@@ -34,7 +35,12 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "experts again, two sequences": {"recompute": ("moe", "moe_act"), "microbatch": 2},
     "everything again": {"recompute": ("full",), "tp": 4},
-    "smaller states": {"moments": "bfloat16", "main_gradients": "bfloat16", "recipe": "fp8_blockwise", "primary": True},
+    "smaller states": {
+        "moments": "bfloat16",
+        "main_gradients": "bfloat16",
+        "recipe": RECIPES["fp8_blockwise"],
+        "primary": True,
+    },
     "on the host": {"offload": ("core_attn", "expert_fc1"), "optimizer_offload": 0.5},
 }
 

@@ -13,6 +13,7 @@ from core.config.family import find_family
 from core.config.mapping import ParallelConfig
 from core.config.override import override, parse_assignment
 from core.config.precision import PrecisionConfig
+from core.config.recipe import RECIPES
 from core.config.run import CheckpointConfig, DataConfig, OptimizerConfig, RunConfig, TrainConfig
 from core.errors import RequestError
 from core.parallel.mesh import fold
@@ -160,7 +161,7 @@ def test_what_cannot_start_yet_is_named_and_left_out_on_request(mixtral: SearchR
 
 
 def test_a_search_for_what_can_start_leaves_out_what_the_set_up_asked_for_and_cannot() -> None:
-    low = replace(MIXTRAL, precision=replace(MIXTRAL.precision, recipe="fp8_blockwise", primary=True))
+    low = replace(MIXTRAL, precision=replace(MIXTRAL.precision, recipe=RECIPES["fp8_blockwise"], primary=True))
     result = searched(low, 64, buildable_only=True)
     assert result.found
     for found in result.found:

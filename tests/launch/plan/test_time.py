@@ -12,6 +12,7 @@ from core.config.flops import flops_per_token
 from core.config.mapping import ParallelConfig
 from core.config.memory import MemoryConfig
 from core.config.precision import PrecisionConfig
+from core.config.recipe import RECIPES, RecipeName
 from core.config.run import CheckpointConfig, DataConfig, OptimizerConfig, RunConfig, TrainConfig
 from core.parallel.traffic import TrainingStep, expected_bytes
 from core.pipeline.layout import layout_of
@@ -96,9 +97,9 @@ def test_products_take_their_flop_over_the_share_of_the_peak_forward_once_and_ba
 
 
 @pytest.mark.parametrize("recipe", ["fp8_blockwise", "fp8_current"])
-def test_a_recipe_multiplies_layers_at_its_own_peak_and_logits_at_the_dtypes(recipe: str) -> None:
+def test_a_recipe_multiplies_layers_at_its_own_peak_and_logits_at_the_dtypes(recipe: RecipeName) -> None:
     run = run_of(model_of(*repeat(2, DENSE), vocab=1001))
-    low = replace(run, precision=PrecisionConfig(compute="bfloat16", recipe=recipe))  # type: ignore[arg-type]
+    low = replace(run, precision=PrecisionConfig(compute="bfloat16", recipe=RECIPES[recipe]))
     profile = only(products=True)
     assert profile.chip is not None and profile.speeds is not None and profile.chip.fp8 is not None
     high, speeds = profile.chip.bfloat16, profile.speeds
@@ -323,6 +324,6 @@ def test_nothing_is_said_where_nothing_is_known_of_the_hardware(name: str) -> No
 def test_a_recipe_that_the_chip_has_not_and_a_batch_that_does_not_divide_are_refused() -> None:
     run = run_of(model_of(DENSE))
     with pytest.raises(ValueError, match="h100 has no mxfp8"):
-        plan_time(replace(run, precision=PrecisionConfig(compute="bfloat16", recipe="mxfp8")), H100)
+        plan_time(replace(run, precision=PrecisionConfig(compute="bfloat16", recipe=RECIPES["mxfp8"])), H100)
     with pytest.raises(ValueError, match="a batch of 16 does not divide"):
         plan_time(run_of(model_of(DENSE), 3), H100)

@@ -142,6 +142,29 @@ def report(run: Path) -> None:
 
 
 @cli.command()
+@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="RUN_A RUN_B [RUN…]")
+@click.option(
+    "--by", type=click.Choice(["step", "tokens"]), default="step", show_default=True, help="What losses are aligned by."
+)
+@click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="A page (.html) or picture to write.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option(
+    "--within",
+    type=click.FloatRange(min=0),
+    metavar="X",
+    help="End with code 1 where a run's final loss, or last validation loss, is further than X from the first's.",
+)
+def compare(runs: tuple[Path, ...], **options: Any) -> None:
+    """Lay the losses of runs over each other: how far they are apart, and what differs in their settings."""
+    from launch.compare import show_comparison
+
+    apart = show_comparison(runs, **options)
+    if apart:
+        click.echo("\n".join(apart), err=True)
+        raise click.exceptions.Exit(1)
+
+
+@cli.command()
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--prompt", required=True, help="The text to go on from.")
 @click.option("--tokens", type=click.IntRange(min=1), default=100, show_default=True, help="How many to generate.")

@@ -105,7 +105,7 @@ def _page(
         f'<div class="card"><b>{html.escape(value)}</b><span>{html.escape(name)}</span></div>'
         for name, value in _cards(steps, summary)
     )
-    figures = "".join(map(_figure, pictures)) or "<p>No step was finished, so there is nothing to draw.</p>"
+    figures = "".join(map(figure_html, pictures)) or "<p>No step was finished, so there is nothing to draw.</p>"
     rows = "".join(
         f"<tr><td>{html.escape(name)}</td><td>{html.escape(value)}</td></tr>"
         for name, value in (*_facts(file, steps, summary), *_checkpoints(saves))
@@ -170,7 +170,7 @@ def _checkpoints(saves: list[SaveMetrics]) -> Iterator[tuple[str, str]]:
         yield "checkpoints", "\n".join([count, *(save.sentence for save in shown)])
 
 
-def _figure(picture: Picture) -> str:
+def figure_html(picture: Picture) -> str:
     data = base64.b64encode(picture.path.read_bytes()).decode("ascii")
     caption = html.escape(picture.caption)
     image = f'<img alt="{html.escape(picture.title)}" src="data:image/png;base64,{data}">'

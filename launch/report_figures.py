@@ -100,11 +100,11 @@ def column(steps: Steps, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _draw_loss(steps: Steps, unigram_entropy: float | None, path: Path) -> Picture:
-    with _figure(path, 8.6, 4.2) as figure:
+    with new_figure(path, 8.6, 4.2) as figure:
         axes = figure.subplots()
         numbers, losses = column(steps, "loss")
-        _line(axes, numbers, losses, color=TRAIN, alpha=0.3, linewidth=0.8)
-        _line(axes, numbers, smoothed(losses), color=TRAIN, linewidth=2, label="train (smoothed)")
+        draw_line(axes, numbers, losses, color=TRAIN, alpha=0.3, linewidth=0.8)
+        draw_line(axes, numbers, smoothed(losses), color=TRAIN, linewidth=2, label="train (smoothed)")
         if unigram_entropy is not None:
             label = f"unigram entropy {unigram_entropy:.2f}"
             axes.axhline(unigram_entropy, color=REFERENCE, linestyle="--", linewidth=1.2, label=label)
@@ -112,7 +112,7 @@ def _draw_loss(steps: Steps, unigram_entropy: float | None, path: Path) -> Pictu
         if len(measured):
             axes.plot(measured, validation, color=VALIDATION, marker="o", markersize=4, linewidth=2, label="validation")
         axes.set(xlabel="step", ylabel="loss (nats a token)", title="Loss")
-        _whole_steps(axes, numbers)
+        whole_steps(axes, numbers)
         axes.legend()
     caption = (
         "Mean next-token loss of each step (pale), its running mean (blue) and the loss on text that is never trained "
@@ -122,18 +122,18 @@ def _draw_loss(steps: Steps, unigram_entropy: float | None, path: Path) -> Pictu
 
 
 def _draw_optimizer(steps: Steps, path: Path) -> Picture:
-    with _figure(path, 8.6, 3.0) as figure:
+    with new_figure(path, 8.6, 3.0) as figure:
         left, right = figure.subplots(1, 2)
         numbers, rates = column(steps, "learning_rate")
-        _line(left, numbers, rates, color=TRAIN, linewidth=2)
+        draw_line(left, numbers, rates, color=TRAIN, linewidth=2)
         left.set(xlabel="step", title="Learning rate", ylim=(0, None))
         left.ticklabel_format(axis="y", style="sci", scilimits=(-2, 2))
         numbers, norms = column(steps, "grad_norm")
-        _line(right, numbers, norms, color=VALIDATION, linewidth=1.2)
+        draw_line(right, numbers, norms, color=VALIDATION, linewidth=1.2)
         right.set(xlabel="step", title="Gradient norm (before clipping)")
         right.set_ylim(0, None)
         for axes in (left, right):
-            _whole_steps(axes, numbers)
+            whole_steps(axes, numbers)
     caption = "The learning rate that the schedule gave each step, and the global norm of the gradient that it scaled."
     return Picture(path=path, title="Learning rate", caption=caption)
 
@@ -149,7 +149,7 @@ def _draw_load(steps: Steps, path: Path) -> Picture | None:
     ]
     across = min(2, len(shown))
     down = -(-len(shown) // across)
-    with _figure(path, 8.6, 0.6 + 2.1 * down) as figure:
+    with new_figure(path, 8.6, 0.6 + 2.1 * down) as figure:
         panels = figure.subplots(down, across, squeeze=False, sharex=True).ravel()
         for axes, name in zip(panels, shown, strict=False):
             image = _load_panel(axes, with_load, name)
@@ -200,7 +200,7 @@ def _draw_last_load(steps: Steps, path: Path) -> Picture | None:
     table = np.full((len(rows), max(map(len, rows))), np.nan)
     for row, shares in zip(table, rows, strict=True):
         row[: len(shares)] = shares / max(float(shares.mean()), 1e-12)
-    with _figure(path, 8.6, 1.6 + min(6.0, 0.25 * len(rows))) as figure:
+    with new_figure(path, 8.6, 1.6 + min(6.0, 0.25 * len(rows))) as figure:
         axes = figure.subplots()
         norm = TwoSlopeNorm(vcenter=1, vmin=0, vmax=4)
         image = axes.imshow(table, aspect="auto", cmap="RdBu_r", norm=norm, interpolation="nearest")
@@ -224,7 +224,7 @@ def _draw_insight(steps: Steps, path: Path) -> Picture | None:
         return None
     names = list(dict.fromkeys(name for step in told for name in step["insight"]))
     colors = matplotlib.colormaps["viridis"](np.linspace(0.0, 0.9, len(names)))
-    with _figure(path, 8.6, 6.6) as figure:
+    with new_figure(path, 8.6, 6.6) as figure:
         panels = figure.subplots(3, 2, sharex=True).ravel()
         for axes, (key, title, low, high) in zip(panels, INSIGHTS, strict=False):
             for number, (name, color) in enumerate(zip(names, colors, strict=True)):
@@ -232,10 +232,10 @@ def _draw_insight(steps: Steps, path: Path) -> Picture | None:
                 numbers = np.array([step["step"] for step in mine])
                 values = _finite([step["insight"][name].get(key) for step in mine], missing=np.nan)
                 label = name if number in (0, len(names) - 1) else None
-                _line(axes, numbers, values, color=color, linewidth=1.1, label=label)
+                draw_line(axes, numbers, values, color=color, linewidth=1.1, label=label)
             axes.set_title(title)
             axes.set_ylim(low, high)
-            _whole_steps(axes, np.array([step["step"] for step in told]))
+            whole_steps(axes, np.array([step["step"] for step in told]))
         panels[-1].set_axis_off()
         panels[-1].legend(*panels[0].get_legend_handles_labels(), loc="center", title="layers, first (dark) to last")
         for axes in panels[3:5]:
@@ -262,7 +262,7 @@ def _draw_time(steps: Steps, path: Path) -> Picture | None:
     totals = table.sum(axis=1)
     numbers = np.array([step["step"] for step in timed])
     order = np.argsort(-totals)
-    with _figure(path, 8.6, 3.2) as figure:
+    with new_figure(path, 8.6, 3.2) as figure:
         left, right = figure.subplots(1, 2, width_ratios=(3, 2))
         colors = [PHASES[i % len(PHASES)] for i in range(len(phases))]
         edges = _step_edges(numbers)
@@ -274,7 +274,7 @@ def _draw_time(steps: Steps, path: Path) -> Picture | None:
         left.set(xlabel="step", ylabel="seconds a step", title="Time of each step")
         # a slow first step, or one with an evaluation, must not flatten the rest
         left.set_ylim(0, float(np.percentile(below, 98)) * 1.15 or None)
-        _whole_steps(left, numbers)
+        whole_steps(left, numbers)
         _phase_bars(right, [phases[i] for i in order], totals[order], colors)
     caption = "Where the wall time went: seconds of each step by phase, and each phase's share of the whole run."
     return Picture(path=path, title="Time per phase", caption=caption)
@@ -296,19 +296,19 @@ def _step_edges(numbers: np.ndarray) -> np.ndarray:
     return np.append(numbers - 0.5, numbers[-1] + 0.5)
 
 
-def _line(axes: Axes, numbers: np.ndarray, values: np.ndarray, **more: Any) -> None:
+def draw_line(axes: Axes, numbers: np.ndarray, values: np.ndarray, **more: Any) -> None:
     """A line, and a marker where there is but one point, which a line would not show."""
     axes.plot(numbers, values, marker="o" if len(numbers) == 1 else None, **more)
 
 
-def _whole_steps(axes: Axes, numbers: np.ndarray) -> None:
+def whole_steps(axes: Axes, numbers: np.ndarray) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if len(numbers) == 1:
         axes.set_xlim(numbers[0] - 1, numbers[0] + 1)
 
 
 @contextmanager
-def _figure(path: Path, width: float, height: float) -> Iterator[Figure]:
+def new_figure(path: Path, width: float, height: float) -> Iterator[Figure]:
     """A figure that is written when it is left; it belongs to no window and to no global list of figures."""
     figure = Figure(figsize=(width, height), layout="constrained")
     yield figure

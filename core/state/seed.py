@@ -20,8 +20,10 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _MASK = 0xFFFFFFFF
 _ROUNDS = 10
-# Counters drawn at a time: the wide temporaries then stay in the processor's cache, and small beside the result.
-_CHUNK = 1 << 14
+# Counters drawn at a time: the wide temporaries then stay in the processor's cache, and small beside the result; elsewhere so many
+# that launches do not count.
+_CHUNK = {"cpu": 1 << 14}
+_LARGE_CHUNK = 1 << 20
 # Leading indices are mixed by this many bits each: room for three of them in a row number of 64 bits.
 _INDEX_BITS = 20
 
@@ -49,9 +51,10 @@ def normal(seed: int, name: str, box: Box, *, std: float = 1.0, step: int = 0) -
     return _draw(stream_key(seed, name), box, step, torch.float32, lambda words: _normal(words) * std)
 
 
-def uniform(seed: int, name: str, box: Box, *, step: int = 0) -> Tensor:
-    """The piece `box` of a tensor of independent numbers, uniform in (0, 1), float64 on the CPU."""
-    return _draw(stream_key(seed, name), box, step, torch.float64, _uniform)
+def uniform(seed: int, name: str, box: Box, *, step: int = 0, device: torch.device | None = None) -> Tensor:
+    """The piece `box` of a tensor of independent numbers, uniform in (0, 1), float64 on `device` (None: the CPU)."""
+    rows = _row_numbers(box).to(device)
+    return _draw_rows(stream_key(seed, name), rows, _columns(box), step, torch.float64, _uniform).view(box.shape)
 
 
 def uniform_rows(seed: int, name: str, rows_N: Tensor, columns: int, *, step: int = 0) -> Tensor:
@@ -98,7 +101,7 @@ def _draw_rows(
     blocks = torch.arange(first // 4, -(-last // 4), dtype=torch.int64, device=device)
     crop = slice(first % 4, first % 4 + last - first)
     out = torch.empty(rows.numel(), last - first, dtype=dtype, device=device)
-    step_rows = max(1, _CHUNK // max(1, blocks.numel()))
+    step_rows = max(1, _CHUNK.get(device.type, _LARGE_CHUNK) // max(1, blocks.numel()))
     for start in range(0, rows.numel(), step_rows):
         some = rows[start : start + step_rows]
         counters = torch.empty(some.numel(), blocks.numel(), 4, dtype=torch.int64, device=device)

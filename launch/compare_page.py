@@ -13,8 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from core.errors import RequestError
-from launch.compare import COLUMNS, PAGE_SUFFIX, Comparison, Measured, rows, summary
+from launch.comparison import COLUMNS, Comparison, Measured, rows, summary
 from launch.report import PAGE, figure_html
 from launch.report_figures import DPI, INK, PHASES, REFERENCE, STYLE, Picture, draw_line, smoothed
 
@@ -24,19 +23,12 @@ CAPTION = (
 )
 
 
-def write_comparison(runs: Sequence[Measured], comparison: Comparison, path: Path) -> None:
-    """Write a page, or the picture alone, by the suffix of `path`. Raises RequestError where it cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.suffix.lower() != PAGE_SUFFIX:
-            draw_comparison(runs, comparison, path)
-            return
-        with tempfile.TemporaryDirectory() as folder:
-            picture = Picture(path=Path(folder) / "loss.png", title="Losses", caption=CAPTION)
-            draw_comparison(runs, comparison, picture.path)
-            path.write_text(_page(comparison, picture), encoding="utf-8")
-    except OSError as error:
-        raise RequestError(f"--out={path}: cannot be written ({error.strerror}).") from error
+def write_page(runs: Sequence[Measured], comparison: Comparison, path: Path) -> None:
+    """The picture, how the runs ended, and what differs in their settings, in one file. Raises OSError where it cannot be written."""
+    with tempfile.TemporaryDirectory() as folder:
+        picture = Picture(path=Path(folder) / "loss.png", title="Losses", caption=CAPTION)
+        draw_comparison(runs, comparison, picture.path)
+        path.write_text(_page(comparison, picture), encoding="utf-8")
 
 
 def draw_comparison(runs: Sequence[Measured], comparison: Comparison, path: Path) -> None:

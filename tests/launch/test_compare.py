@@ -13,7 +13,7 @@ from core.config.recipe import MXFP8
 from core.config.run import RunConfig
 from core.errors import RequestError
 from launch.cli import cli
-from launch.compare import compare, disagreements, read_measured
+from launch.comparison import compare, disagreements, read_measured
 from launch.folder import RunFile, write_run
 from launch.request import Request, new_run
 from tests.launch.families import FAMILY
@@ -200,9 +200,11 @@ def test_the_picture_is_written_alone_for_one_step_and_many(tmp_path: Path, suff
     assert out.read_bytes().startswith(b"\x89PNG" if suffix == ".png" else b"<?xml")
 
 
-def test_another_kind_of_file_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_refused_its_kind_before_anything_is_read(tmp_path: Path) -> None:
     found = run_command(tmp_path / "none", tmp_path / "none", "--out", tmp_path / "x.txt")
     assert isinstance(found.exception, RequestError)
+    folder = run_command(a_run(tmp_path / "a", [3.0]), tmp_path / "a", "--out", tmp_path / "a" / "run.json" / "x.png")
+    assert "x.png: cannot be written" in str(folder.exception)
     assert "x.txt: is no kind of page or picture that can be written. Works: .html, .png, .svg, .pdf." in str(
         found.exception
     )

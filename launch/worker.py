@@ -295,6 +295,8 @@ def _model(out: Path, file: RunFile, groups: Groups, device: torch.device) -> St
         parallel=run.parallel,
         memory=run.memory,
         dispatcher_sms=run.execution.dispatcher_sms,
+        recipe=run.precision.recipe,
+        seed=run.train.seed,
         dtype=_dtype(run),
         device=device,
     )

@@ -16,7 +16,6 @@ def not_built(run: RunConfig) -> tuple[Fault, ...]:
     precision, memory, execution = run.precision, run.memory, run.execution
     asked = {
         "precision.compute": (precision.compute, precision.compute if precision.compute != "float16" else "bfloat16"),
-        "precision.recipe": (precision.recipe and precision.recipe.name, None),
         "precision.primary": (precision.primary, False),
         "precision.moments": (
             precision.moments,

@@ -55,7 +55,8 @@ def expert_mlp(
     if not isinstance(counts, Tensor) and sum(counts) != rows:
         raise ValueError(f"{sum(counts)} rows are counted for the experts, but there are {rows}")
     if name != "fused_loop":
-        form = Form(activation=activation, products=products_of(name), later=later)
+        products = products_of(name)
+        form = Form(activation=activation, first=products, second=products, later=later)
         return expert_mlp_grouped(rows_RH, weight_R, gate_up, down, counts, biases, form)
     assert not isinstance(counts, Tensor), "the loop runs on the host"
     plan = _Plan(counts=tuple(counts), activation=activation, first=biases.first if biases else 0, later=later)

@@ -18,17 +18,31 @@ from core.kernels.deferred import Deferred
 from core.kernels.pieces import Pieces
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Kept:
+    """What is kept of rows for the weight's gradient: the rows as they are, or fewer bits of them, of which `form` says how."""
+
+    tensors: tuple[Tensor, ...]
+    form: Any = None
+
+
+def _as_they_are(rows: Tensor, pieces: Pieces) -> Kept:
+    return Kept(tensors=(rows,))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Products:
     """The three products of a grouped linear layer, in the operands' dtype and accumulated in float32 at least.
 
     forward: rows [R, K] and weight [E, N, K] give rows @ weight[piece].T [R, N]. of_rows: from the gradient [R, N] of that and the
-    weight, that of the rows [R, K]. of_weight: from the gradient and the rows that of the weight [E, N, K], zero without rows.
+    weight, that of the rows [R, K]. of_weight: from the gradient and what `keep` kept of the rows that of the weight [E, N, K], zero
+    without rows.
     """
 
     forward: Callable[[Tensor, Tensor, Pieces], Tensor]
     of_rows: Callable[[Tensor, Tensor, Pieces], Tensor]
-    of_weight: Callable[[Tensor, Tensor, Pieces], Tensor]
+    of_weight: Callable[[Tensor, Kept, Pieces], Tensor]
+    keep: Callable[[Tensor, Pieces], Kept] = _as_they_are
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +56,10 @@ class Biases:
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """What of an MLP of experts is no tensor. later: where the gradients of the matrices may be put off."""
+    """What of an MLP of experts is no tensor: the products of gate_up and of down. later: where their gradients may be put off."""
 
-    products: Products
+    first: Products
+    second: Products
     activation: Activation = SWIGLU
     later: Deferred | None = None
 
@@ -60,7 +75,11 @@ def products_of(name: ExpertsBackend) -> Products:
             from core.kernels.transformer_engine import load
 
             engine = load()
-            return Products(forward=engine.forward, of_rows=engine.of_rows, of_weight=engine.of_weight)
+
+            def of_weight(grad: Tensor, kept: Kept, pieces: Pieces) -> Tensor:
+                return engine.of_weight(grad, kept.tensors[0], pieces)
+
+            return Products(forward=engine.forward, of_rows=engine.of_rows, of_weight=of_weight)
         case "fused_loop":
             raise ValueError("the fused loop has no products of all experts at once")
 
@@ -99,7 +118,7 @@ class _Plan:
 
 
 class _Grouped(torch.autograd.Function):
-    """Both products and the activation between; kept for the backward are the rows and the first product."""
+    """Both products and the activation between; kept for the backward are the rows, as their product keeps them, and its result."""
 
     @staticmethod
     def forward(
@@ -113,28 +132,31 @@ class _Grouped(torch.autograd.Function):
         plan: _Plan,
     ) -> Tensor:
         form, pieces = plan.form, plan.pieces
-        hidden = form.products.forward(rows, gate_up.flatten(1, 2), pieces)
+        hidden = form.first.forward(rows, gate_up.flatten(1, 2), pieces)
         if gate_up_bias is not None:
             hidden.add_(_of_pieces(gate_up_bias.flatten(1), pieces.owner(len(rows))))
-        out = form.products.forward(rounded_forward(hidden, form.activation, weight_R), down, pieces)
+        out = form.second.forward(rounded_forward(hidden, form.activation, weight_R), down, pieces)
         if down_bias is not None:
             added = _of_pieces(down_bias, pieces.owner(len(rows))) * weight_R[:, None]
             plan.columns(out, down_bias).add_(added)
-        ctx.save_for_backward(rows, weight_R, gate_up, down, hidden, gate_up_bias, down_bias)
+        kept = form.first.keep(rows, pieces)
+        ctx.save_for_backward(weight_R, gate_up, down, hidden, gate_up_bias, down_bias, *kept.tensors)
+        ctx.form_of_rows = kept.form
         # The parameters themselves, not what autograd saves of them: a gradient that comes later is added to them by hand.
         ctx.plan, ctx.parameters = plan, None if form.later is None else (gate_up, down)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rows, weight_R, gate_up, down, hidden, gate_up_bias, down_bias = ctx.saved_tensors
+        weight_R, gate_up, down, hidden, gate_up_bias, down_bias, *rows = ctx.saved_tensors
         plan: _Plan = ctx.plan
-        form, pieces, products = plan.form, plan.pieces, plan.form.products
+        form, pieces = plan.form, plan.pieces
+        kept = Kept(tensors=tuple(rows), form=ctx.form_of_rows)
         grad = grads[0].contiguous()
-        of_act = products.of_rows(grad, down, pieces)
+        of_act = form.second.of_rows(grad, down, pieces)
         of_hidden, act, grad_weight = rounded_backward(of_act, hidden, form.activation, weight_R)
         assert grad_weight is not None, "a weight was given"
-        grad_rows = products.of_rows(of_hidden, gate_up.flatten(1, 2), pieces)
+        grad_rows = form.first.of_rows(of_hidden, gate_up.flatten(1, 2), pieces)
         of_biases: tuple[Tensor | None, Tensor | None] = (None, None)
         if gate_up_bias is not None:
             of_first = _sums(of_hidden, pieces).view_as(gate_up_bias).to(gate_up_bias.dtype)
@@ -144,10 +166,10 @@ class _Grouped(torch.autograd.Function):
             of_biases = of_first, _sums(of_added * weight_R[:, None], pieces).to(down_bias.dtype)
 
         def of_gate_up() -> Tensor:
-            return products.of_weight(of_hidden, rows, pieces).view(gate_up.shape)
+            return form.first.of_weight(of_hidden, kept, pieces).view(gate_up.shape)
 
         def of_down() -> Tensor:
-            return products.of_weight(grad, act, pieces)
+            return form.second.of_weight(grad, form.second.keep(act, pieces), pieces)
 
         if form.later is None or not form.later.collecting:
             return grad_rows, grad_weight, of_gate_up(), of_down(), *of_biases, None
@@ -187,7 +209,8 @@ def _torch_product(x: Tensor, matrices: Tensor, pieces: Pieces) -> Tensor:
     return out
 
 
-def _torch_of_weight(grad: Tensor, rows: Tensor, pieces: Pieces) -> Tensor:
+def _torch_of_weight(grad: Tensor, kept: Kept, pieces: Pieces) -> Tensor:
+    (rows,) = kept.tensors
     if not rows.shape[0]:
         return rows.new_zeros(len(pieces.ends_E), grad.shape[1], rows.shape[1])
     out = F.grouped_mm(grad.T, rows, offs=pieces.ends_E)
@@ -213,7 +236,7 @@ def _triton_of_rows(grad: Tensor, weight: Tensor, pieces: Pieces) -> Tensor:
     return product(grad, weight, pieces.ends_E)
 
 
-def _triton_of_weight(grad: Tensor, rows: Tensor, pieces: Pieces) -> Tensor:
+def _triton_of_weight(grad: Tensor, kept: Kept, pieces: Pieces) -> Tensor:
     from core.kernels.triton.grouped_matmul import weight_gradient
 
-    return weight_gradient(grad, rows, pieces.ends_E)
+    return weight_gradient(grad, kept.tensors[0], pieces.ends_E)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from core.layers.place import Place
 from core.parallel.groups import Group
+from core.precision.quantiser import Quantiser
 from core.state.box import Box, part, stretch, whole
 from core.state.spec import Normal, TensorSpec
 
@@ -37,6 +38,7 @@ class Linear(nn.Module):
         shape, tp = (out_features, in_features), place.groups.tp
         box, adjacent = _rows_of_heads(shape, heads, tp) if heads is not None else _cut(shape, cut, tp)
         self.place = place
+        self.quantisers: dict[str, Quantiser] = {}
         self.weight = nn.Parameter(place.empty(*box.shape))
         self.declared = TensorSpec(shape=shape, box=box, replicas="dense", init=Normal(std=init_std), adjacent=adjacent)
 
@@ -46,7 +48,7 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, in_features] to [T, out_features], of a cut weight this rank's share of either."""
-        return self.place.product(x, self.weight)
+        return self.place.product(x, self.weight, self.quantisers.get("weight"))
 
 
 def _cut(shape: tuple[int, ...], cut: Cut, tp: Group) -> tuple[Box, int]:

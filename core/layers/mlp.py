@@ -8,6 +8,7 @@ from core.config.architecture import SWIGLU, Activation, num_halves
 from core.kernels.activation import activate
 from core.layers.place import Place
 from core.memory.recompute import recompute
+from core.precision.quantiser import Quantiser
 from core.state.box import stretch
 from core.state.spec import Normal, TensorSpec
 
@@ -32,6 +33,7 @@ class MLP(nn.Module):
     ) -> None:
         super().__init__()
         self.place, self.activation, self.again = place, activation, again
+        self.quantisers: dict[str, Quantiser] = {}
         tp, init = place.groups.tp, Normal(std=init_std)
         shapes = {"gate_up": (num_halves(activation), ffn, hidden), "down": (hidden, ffn)}
         self.declared = {
@@ -55,5 +57,5 @@ class MLP(nn.Module):
         return self.place.with_sequence(x_TH, rows, self._products)
 
     def _products(self, everyone_TH: Tensor) -> Tensor:
-        act = activate(self.place.product(everyone_TH, self.gate_up), self.activation)
-        return self.place.product(act, self.down)
+        product = self.place.product(everyone_TH, self.gate_up, self.quantisers.get("gate_up"))
+        return self.place.product(activate(product, self.activation), self.down, self.quantisers.get("down"))

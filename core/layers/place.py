@@ -15,7 +15,9 @@ from core.kernels.deferred import Deferred
 from core.memory.recompute import discard
 from core.parallel.collectives import all_gather_rows, reduce_scatter_rows
 from core.parallel.groups import Groups
+from core.precision.linear import quantised_linear
 from core.precision.matmul import deferring_linear, linear
+from core.precision.quantiser import Quantiser
 
 T = TypeVar("T")
 
@@ -63,8 +65,10 @@ class Place:
         """An uninitialised tensor of this place."""
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
-    def product(self, x_TK: Tensor, weight: nn.Parameter) -> Tensor:
-        """x times the rows of a parameter of [N, K] or [2, N / 2, K]: [T, N]."""
+    def product(self, x_TK: Tensor, weight: nn.Parameter, quantiser: Quantiser | None = None) -> Tensor:
+        """x times the rows of a parameter of [N, K] or [2, N / 2, K]: [T, N]; by a recipe where the weight has one."""
+        if quantiser is not None:
+            return quantised_linear(x_TK, weight, quantiser, self.later)
         if self.later is not None:
             return deferring_linear(x_TK, weight, self.later)
         return linear(x_TK, weight if weight.dim() == 2 else weight.flatten(0, 1))

@@ -9,6 +9,8 @@ from core.kernels.grouped_matmul import expert_mlp
 from core.kernels.grouped_products import Biases
 from core.layers.place import Place
 from core.moe.dispatch.protocol import ExpertRows
+from core.precision.experts import quantised_expert_mlp
+from core.precision.quantiser import Quantiser
 from core.state.box import cut, part
 from core.state.spec import Constant, Normal, TensorSpec
 
@@ -38,6 +40,7 @@ class Experts(nn.Module):
             init = Constant(value=0.0) if bias else Normal(std=init_std)
             self.declared[name] = TensorSpec(shape=shape, box=box, replicas="expert", init=init, decay=not bias)
         self.later, self.activation = place.later, config.activation
+        self.quantisers: dict[str, Quantiser] = {}
         made = {name: nn.Parameter(place.empty(*spec.box.shape)) for name, spec in self.declared.items()}
         self.gate_up, self.down = made["gate_up"], made["down"]
         self.gate_up_bias, self.down_bias = made.get("gate_up_bias"), made.get("down_bias")
@@ -52,6 +55,18 @@ class Experts(nn.Module):
         if self.gate_up_bias is not None and self.down_bias is not None:
             first = self.declared["down_bias"].box.offset[1]
             biases = Biases(gate_up=self.gate_up_bias, down=self.down_bias, first=first)
+        if self.quantisers:
+            return quantised_expert_mlp(
+                rows.hidden_RH,
+                rows.weights_R,
+                self.gate_up,
+                self.down,
+                rows.counts,
+                self.quantisers,
+                later=self.later,
+                activation=self.activation,
+                biases=biases,
+            )
         return expert_mlp(
             rows.hidden_RH,
             rows.weights_R,

@@ -63,9 +63,14 @@ class MoELayer(nn.Module):
                 again=self.shared_again and not gated,
             )
             self.shared_gate = Linear(hidden, 1, init_std=init_std, place=place) if gated else None
+        self.place, self.config = place, config
         self.dispatcher = make_dispatcher(config, place)
         self.experts_per_rank = config.experts // place.groups.ep.size
         self.token_once = dispatcher_name(config, place) in TOKEN_ONCE
+
+    def align(self, multiple: int) -> None:
+        """Have rows of zeros fill those of every expert up to a multiple, for products that want one (report section 5.4.1)."""
+        self.dispatcher = make_dispatcher(self.config, self.place, multiple=multiple)
 
     def forward(self, hidden_TH: Tensor, inputs: RouterInputs) -> tuple[Tensor, Routing]:
         """inputs: what the router needs to know of these tokens."""

@@ -2,24 +2,46 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from core.state.box import Box
 from core.state.seed import uniform, uniform_rows
 
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+# 2^64 over the golden ratio, as a signed number: multiples of it are spread evenly.
+_GOLDEN = -0x61C8864680B583EB
 
-def rounding_noise(seed: int, name: str, box: Box, *, step: int) -> Tensor:
-    """The piece `box` of the noise of a tensor: uniform in (0, 1), multiples of 2^-33, float64 on the CPU.
+
+def rounding_noise(seed: int, name: str, box: Box, *, step: int, device: torch.device | None = None) -> Tensor:
+    """The piece `box` of the noise of a tensor: uniform in (0, 1), multiples of 2^-33, float64 on `device` (None: CPU).
 
     name: canonical name of the tensor, and which of its casts this is where there are several; copies that are rounded apart
     (row-wise and column-wise) need names of their own, or their errors are the same.
     """
-    return uniform(seed, _stream(name), box, step=step)
+    return uniform(seed, _stream(name), box, step=step, device=device)
 
 
 def rounding_noise_rows(seed: int, name: str, rows_N: Tensor, columns: int, *, step: int) -> Tensor:
     """The whole rows `rows_N` of that noise (int64 places in the global batch, any order): [N, columns] on their device."""
     return uniform_rows(seed, _stream(name), rows_N, columns, step=step)
+
+
+def content_noise(seed: int, name: str, x: Tensor) -> Tensor:
+    """Noise for rows that have no place of their own, as rows on their way through experts: [..., R, C] as x, float64, on its device.
+
+    A row's numbers follow from its own bits and the column: the same whichever rank holds it, and in whatever order. Rows of equal bits
+    have equal noise; other rows' is independent. Nothing needs to be sent beside the rows, and a second run of a forward draws alike.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    return uniform_rows(seed, _stream(name), row_keys(rows), x.shape[-1]).view(x.shape)
+
+
+def row_keys(x_RC: Tensor) -> Tensor:
+    """A number for the bits of each row: [R] int64, a sum of all elements' bits times odd numbers, which wraps (multilinear hashing)."""
+    bits = x_RC.contiguous().view(_INTEGERS[x_RC.dtype.itemsize]).to(torch.int64)
+    columns = torch.arange(1, x_RC.shape[1] + 1, dtype=torch.int64, device=x_RC.device)
+    return (bits * (columns * _GOLDEN | 1)).sum(1)
 
 
 def _stream(name: str) -> str:

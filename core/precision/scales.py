@@ -87,19 +87,19 @@ def nvfp4_scales(block_amax: Tensor, tensor_amax: Tensor) -> Scales:
 
 
 def next_history(history_H: Tensor, amax: Tensor) -> Tensor:
-    """The history of one more step: [H] float32, the newest amax first, the oldest dropped."""
-    return torch.cat((amax.float().reshape(1), history_H[:-1]))
+    """The history of one more step: [..., H] float32, the newest amax [...] first, the oldest dropped."""
+    return torch.cat((amax.float().reshape(*history_H.shape[:-1], 1), history_H[..., :-1]), dim=-1)
 
 
 def delayed_amax(history_H: Tensor, choice: Literal["max", "latest"] = "max", *, margin: int = 0) -> Tensor:
-    """The amax that delayed scaling expects from earlier steps' [H]: a float32 scalar, times 2^margin for growth.
+    """The amax that delayed scaling expects from earlier steps' [..., H]: float32 [...], times 2^margin for growth.
 
     Steps that were not finite are passed over; zero, which gives the scale 1, where none is left.
     """
     if choice == "latest":
-        history_H = history_H[:1]
+        history_H = history_H[..., :1]
     known = torch.where(history_H.isfinite(), history_H.float(), 0.0)
-    amax = known.amax() if known.numel() else torch.zeros((), device=history_H.device)
+    amax = known.amax(-1) if known.shape[-1] else known.sum(-1)
     return amax * 2.0**margin
 
 

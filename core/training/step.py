@@ -16,12 +16,14 @@ from core.moe.layer import MoELayer
 from core.optim.protocol import Optimizer
 from core.parallel.collectives import all_reduce_max, all_reduce_sum
 from core.parallel.groups import Groups
+from core.precision.history import remember
 from core.training.clock import Clock
 from core.training.insight import LayerInsight, insight_of
 from core.training.replay import Recording
 from core.training.work import Sums, train_microbatches
 from core.transformer.block import Block
 from core.transformer.context import TokenBatch, Totals
+from core.transformer.quantise import histories
 from core.transformer.stage import Stage
 
 
@@ -83,6 +85,7 @@ def train_step(
     with clock.phase("optimizer"):
         optimizer.step(rate, norm)
         move_biases(model, counts, reduced.quantiles)
+        remember(histories(model), groups)
     expert_counts = {layer: [int(count) for count in row.tolist()] for layer, row in counts.items()}
     return StepResult(
         loss=losses[0] / max(1, totals.labels),

@@ -14,6 +14,7 @@ from core.attention.rope import rotated_dimensions, rotation
 from core.config.architecture import ModelConfig
 from core.config.mapping import ParallelConfig
 from core.config.memory import MemoryConfig
+from core.config.recipe import Recipe
 from core.config.run import IGNORE
 from core.kernels.deferred import Deferred
 from core.layers.embedding import Vocabulary
@@ -25,6 +26,7 @@ from core.pipeline.layout import Layout, Part, layout_of
 from core.transformer.block import Block
 from core.transformer.context import BalanceInputs, Context, TokenBatch, Totals
 from core.transformer.mtp import MultiTokenModule, labels_ahead
+from core.transformer.quantise import quantise_model
 
 # What a microbatch is run for: all losses of training; the loss of the main head alone; the hidden states that give logits.
 Purpose = Literal["training", "loss", "hidden"]
@@ -244,13 +246,15 @@ def build_model(
     parallel: ParallelConfig | None = None,
     memory: MemoryConfig | None = None,
     dispatcher_sms: int | None = None,
+    recipe: Recipe | None = None,
+    seed: int = 0,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Stage:
     """This rank's modules of `model`, uninitialised: `initialise` or a checkpoint fills them. On `meta` they are free.
 
     memory: what is made again in the backward; it changes no result. (What it says of host memory is for whoever can do that.)
-    dispatcher_sms: as of a Place.
+    dispatcher_sms: as of a Place. recipe: of the products in layers; seed: of the run, for what a recipe draws at random.
     """
     parallel = parallel or ParallelConfig()
     place = Place(
@@ -262,7 +266,10 @@ def build_model(
         memory=memory or MemoryConfig(),
         dispatcher_sms=dispatcher_sms,
     )
-    return Stage(model, layout_of(model, parallel), place)
+    stage = Stage(model, layout_of(model, parallel), place)
+    if recipe is not None:
+        quantise_model(stage, model, recipe, place, seed)
+    return stage
 
 
 def _nothing(name: str) -> None:

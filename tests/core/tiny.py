@@ -32,6 +32,7 @@ from core.config.architecture import (
 )
 from core.config.mapping import ParallelConfig
 from core.config.memory import MemoryConfig
+from core.config.recipe import Recipe
 from core.config.run import IGNORE, OptimizerConfig
 from core.optim.make import make_optimizer
 from core.parallel.groups import Groups as RankGroups
@@ -171,6 +172,7 @@ class Case:
     optimizer: OptimizerConfig = PLAIN
     dtype: torch.dtype = torch.float64
     memory: MemoryConfig = MemoryConfig()
+    recipe: Recipe | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +187,15 @@ def train(case: Case) -> Trained:
     """Train this rank's share of `case`, in the initialised world or alone."""
     layout = layout_of(case.model, case.parallel)
     groups = groups_for(case.parallel, embedding_stages=layout.embedding_stages(case.model.tied_embeddings))
-    model = build_model(case.model, groups=groups, parallel=case.parallel, memory=case.memory, dtype=case.dtype)
+    model = build_model(
+        case.model,
+        groups=groups,
+        parallel=case.parallel,
+        memory=case.memory,
+        recipe=case.recipe,
+        seed=7,
+        dtype=case.dtype,
+    )
     initialise(model, 7)
     optimizer = make_optimizer(model, case.optimizer, groups, case.parallel)
     results = []

@@ -1,0 +1,122 @@
+"""What the products of one weight need under a recipe: how each operand is rounded, and by what they are multiplied (report section 5.3).
+
+Every product is taken as rows times rows: both operands [..., R, S] are quantised along S, the dimension that is summed over, which is
+how matrix units read them. So of x [T, K], weight [N, K] and gradient [T, N] the forward takes x and the weight as they are, the input
+gradient the gradient and the weight's transpose, the weight gradient the transposes of gradient and x.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from core.config.recipe import Operand, Recipe
+from core.precision.formats import Quantised, is_symmetric, quantise
+from core.precision.grouped import Grouped, quantise_grouped, quantise_grouped_columns
+from core.precision.hadamard import POINTS, hadamard
+from core.precision.history import AmaxHistory, Role
+from core.precision.operands import format_of
+from core.precision.primary import PrimaryWeight
+from core.precision.products import ProductsBackend
+from core.precision.rounding import content_noise
+
+Watch = Callable[[Role, Tensor, Quantised | Grouped], None]
+
+
+@dataclass(kw_only=True, eq=False)
+class Quantiser:
+    """The recipe of one weight's products.
+
+    name: the weight's canonical name, which with `seed` and what is rounded decides random numbers. signs: of the Hadamard rotation, [16].
+    history: of a recipe with delayed scaling. primary: the weight itself in low precision, where nothing else is kept of it. watch: is
+    told every operand and what became of it.
+    """
+
+    name: str
+    recipe: Recipe
+    seed: int
+    signs: Tensor
+    backend: ProductsBackend
+    history: AmaxHistory | None = None
+    primary: PrimaryWeight | None = None
+    watch: Watch | None = None
+
+    def rows(self, x_RS: Tensor, operand: Operand, role: Role) -> Quantised:
+        """x [..., R, S], blocks along S."""
+        noise = self._noise(x_RS, f"{role}.rows") if operand.stochastic else None
+        return self._quantised(x_RS, operand, role, noise)
+
+    def columns(self, x_SR: Tensor, operand: Operand, role: Role) -> Quantised:
+        """The transpose of x [..., S, R]: [..., R, S], blocks along S; a rotation fills S up to whole groups with zeros."""
+        if operand.hadamard and x_SR.shape[-2] % POINTS:
+            x_SR = F.pad(x_SR, (0, 0, 0, -x_SR.shape[-2] % POINTS))
+        # Of the rows of tokens, not of features: a token has the same neighbours under no two mappings.
+        noise = self._noise(x_SR, f"{role}.columns").mT if operand.stochastic else None
+        return self._quantised(x_SR.mT.contiguous(), operand, role, noise)
+
+    def weight(self, weight: Tensor, operand: Operand, *, transposed: bool) -> Quantised:
+        """A weight [..., N, K], summed over K, or over N where `transposed`."""
+        if self.primary is not None:
+            return self.primary.get(transposed=transposed)
+        if transposed and is_symmetric(format_of(operand)) and not operand.hadamard and not operand.stochastic:
+            return self.rows(weight, operand, "weight").transposed()
+        return (self.columns if transposed else self.rows)(weight, operand, "weight")
+
+    def rows_of_experts(self, x_RS: Tensor, counts_E: Tensor, operand: Operand, role: Role) -> Grouped:
+        """Rows sorted by expert, blocks along S."""
+        noise = self._noise(x_RS, f"{role}.rows") if operand.stochastic else None
+        turned = hadamard(x_RS, self.signs) if operand.hadamard else x_RS
+        made = quantise_grouped(
+            turned, counts_E, format_of(operand), amax_E=self._amax_E(turned, counts_E, operand, role), noise=noise
+        )
+        if self.watch is not None:
+            self.watch(role, turned, made)
+        return made
+
+    def columns_of_experts(self, x_RS: Tensor, counts_E: Tensor, operand: Operand, role: Role) -> Grouped:
+        """The transpose of rows sorted by expert: [S, R], blocks along R, in whole blocks of an expert's own."""
+        noise = self._noise(x_RS, f"{role}.columns").mT if operand.stochastic else None
+        turned = hadamard(x_RS.mT.contiguous(), self.signs).mT if operand.hadamard else x_RS
+        made = quantise_grouped_columns(
+            turned, counts_E, format_of(operand), amax_E=self._amax_E(turned, counts_E, operand, role), noise=noise
+        )
+        if self.watch is not None:
+            self.watch(role, turned.mT, made)
+        return made
+
+    def _quantised(self, x: Tensor, operand: Operand, role: Role, noise: Tensor | None) -> Quantised:
+        turned = hadamard(x, self.signs) if operand.hadamard else x
+        amax = None
+        if operand.scaling == "delayed":
+            assert self.history is not None, f"{self.name}: delayed scaling remembers"
+            amax = self.history.amax(role, _largest(turned, (-2, -1)), self.recipe.margin)
+        made = quantise(turned, format_of(operand), amax=amax, noise=noise)
+        if self.watch is not None:
+            self.watch(role, turned, made)
+        return made
+
+    def _amax_E(self, x_RS: Tensor, counts_E: Tensor, operand: Operand, role: Role) -> Tensor | None:
+        if operand.scaling != "delayed":
+            return None
+        assert self.history is not None, f"{self.name}: delayed scaling remembers"
+        return self.history.amax(role, _largest_of_experts(x_RS, counts_E), self.recipe.margin)
+
+    def _noise(self, x: Tensor, which: str) -> Tensor:
+        return content_noise(self.seed, f"{self.name}:{which}", x)
+
+
+def _largest(x: Tensor, dimensions: tuple[int, ...]) -> Tensor:
+    """The largest size over some dimensions, which stay as ones; zero without elements."""
+    return x.abs().amax(dimensions, keepdim=True) if x.numel() else x.sum(dimensions, keepdim=True)
+
+
+def _largest_of_experts(x_RS: Tensor, counts_E: Tensor) -> Tensor:
+    """The largest size in each expert's rows [E], zero without rows."""
+    experts = torch.arange(len(counts_E), device=x_RS.device)
+    owner_R = experts.repeat_interleave(counts_E, output_size=x_RS.shape[0])
+    of_row = _largest(x_RS, (1,))[:, 0].float()
+    return of_row.new_zeros(len(counts_E)).scatter_reduce(0, owner_R, of_row, "amax")

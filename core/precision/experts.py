@@ -51,7 +51,7 @@ def _products(quantiser: Quantiser | None) -> Products:
     """The products of one weight of all experts."""
     if quantiser is None:
         return Products(forward=_plain_forward, of_rows=_plain_of_rows, of_weight=_plain_of_weight)
-    one = _Recipe(quantiser)
+    one = _Recipe(quantiser.here())
     return Products(forward=one.forward, of_rows=one.of_rows, of_weight=one.of_weight, keep=one.keep)
 
 

@@ -58,14 +58,15 @@ class AmaxHistory(nn.Module):
         """The declaration of the history."""
         return {"history": self.declared}
 
-    def amax(self, role: Role, measured: Tensor, margin: int) -> Tensor:
+    def amax(self, role: Role, measured: Tensor, margin: int, *, note: bool) -> Tensor:
         """What to expect of an operand, of the shape of `measured` ([E], or one number); that itself while nothing is remembered.
 
-        Notes what was measured.
+        note: remember what was measured, when the step ends.
         """
         i = ROLES.index(role)
         seen = self.seen[..., i]
-        seen.copy_(torch.maximum(seen, torch.nan_to_num(measured.float().view(seen.shape), nan=0.0, posinf=0.0)))
+        if note:
+            seen.copy_(torch.maximum(seen, torch.nan_to_num(measured.float().view(seen.shape), nan=0.0, posinf=0.0)))
         past = delayed_amax(self.history[..., i, :], margin=margin).view(measured.shape)
         return torch.where(past > 0, past, measured.float())
 

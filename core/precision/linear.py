@@ -20,7 +20,7 @@ def quantised_linear(x_TK: Tensor, weight: Tensor, quantiser: Quantiser, later: 
     Kept for the backward are x as the weight gradient reads it, one byte or half of one for each element, and the weight. Gradients
     are in x's and the weight's dtype. later: where the weight's gradient may be put off; the weight is a parameter then.
     """
-    return _QuantisedLinear.apply(x_TK, weight, _Plan(quantiser=quantiser, later=later))
+    return _QuantisedLinear.apply(x_TK, weight, _Plan(quantiser=quantiser.here(), later=later))
 
 
 @dataclass(frozen=True, kw_only=True)

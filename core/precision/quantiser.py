@@ -8,7 +8,7 @@ gradient the gradient and the weight's transpose, the weight gradient the transp
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +33,7 @@ class Quantiser:
 
     name: the weight's canonical name, which with `seed` and what is rounded decides random numbers. signs: of the Hadamard rotation, [16].
     history: of a recipe with delayed scaling. primary: the weight itself in low precision, where nothing else is kept of it. watch: is
-    told every operand and what became of it.
+    told every operand and what became of it. noting: whether what is measured counts for later steps.
     """
 
     name: str
@@ -44,6 +44,11 @@ class Quantiser:
     history: AmaxHistory | None = None
     primary: PrimaryWeight | None = None
     watch: Watch | None = None
+    noting: bool = True
+
+    def here(self) -> Quantiser:
+        """This one where gradients are asked for. What is run only to be looked at, as an evaluation, neither is remembered nor watched."""
+        return self if torch.is_grad_enabled() else replace(self, watch=None, noting=False)
 
     def rows(self, x_RS: Tensor, operand: Operand, role: Role) -> Quantised:
         """x [..., R, S], blocks along S."""
@@ -93,7 +98,7 @@ class Quantiser:
         amax = None
         if operand.scaling == "delayed":
             assert self.history is not None, f"{self.name}: delayed scaling remembers"
-            amax = self.history.amax(role, _largest(turned, (-2, -1)), self.recipe.margin)
+            amax = self.history.amax(role, _largest(turned, (-2, -1)), self.recipe.margin, note=self.noting)
         made = quantise(turned, format_of(operand), amax=amax, noise=noise)
         if self.watch is not None:
             self.watch(role, turned, made)
@@ -103,7 +108,7 @@ class Quantiser:
         if operand.scaling != "delayed":
             return None
         assert self.history is not None, f"{self.name}: delayed scaling remembers"
-        return self.history.amax(role, _largest_of_experts(x_RS, counts_E), self.recipe.margin)
+        return self.history.amax(role, _largest_of_experts(x_RS, counts_E), self.recipe.margin, note=self.noting)
 
     def _noise(self, x: Tensor, which: str) -> Tensor:
         return content_noise(self.seed, f"{self.name}:{which}", x)

@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from core.optim.formats import Formats
+from core.optim.kept import share_on_host
+from core.optim.masters import HostMaster, Master, Remainder
 from core.parallel.groups import Group, Groups
 from core.parallel.pending import own_part
 from core.state.inventory import Entry, replicas
@@ -51,7 +54,8 @@ class Bucket:
     """Neighbouring parameters of one kind, whose `.data` are views of the flat `parameters`.
 
     parameters, gradients: [group.size * n], gaps and end zero. master: [n], what the update works on of my part: that part of
-    `parameters` itself if it is precise enough, else a float32 copy. waiting: how many parameters will be reached by further passes.
+    `parameters` itself if it is precise enough, else a float32 copy, or what `formats` makes of it. waiting: how many parameters will be
+    reached by further passes.
     """
 
     slots: tuple[Slot, ...]
@@ -59,12 +63,12 @@ class Bucket:
     decay: bool
     parameters: Tensor
     gradients: Tensor
-    master: Tensor = field(init=False)
+    formats: Formats = Formats()
+    master: Master = field(init=False)
     waiting: int = 0
 
     def __post_init__(self) -> None:
-        mine = own_part(self.parameters, self.group)
-        self.master = mine.to(main_dtype(mine.dtype))
+        self.master = master_of(own_part(self.parameters, self.group), self.formats)
 
     @property
     def own_gradients(self) -> Tensor:
@@ -74,24 +78,24 @@ class Bucket:
     @property
     def own_start(self) -> int:
         """Where my part begins in the buffers."""
-        return self.group.position * self.master.numel()
+        return self.group.position * (self.parameters.numel() // self.group.size)
 
     def publish(self) -> None:
-        """Round the master into my part of the parameters, where it is a copy."""
-        if self.master.dtype != self.parameters.dtype:
+        """Round the master into my part of the parameters, where it is a copy; another than a tensor has done so in the update."""
+        if isinstance(self.master, Tensor) and self.master.dtype != self.parameters.dtype:
             own_part(self.parameters, self.group).copy_(self.master)
 
 
 @torch.no_grad()
 def pack(
-    entries: Mapping[str, Entry], groups: Groups, bucket_bytes: int, gradients: torch.dtype | None = None
+    entries: Mapping[str, Entry], groups: Groups, bucket_bytes: int, formats: Formats | None = None
 ) -> tuple[Bucket, ...]:
     """The trained parameters `entries` (in module order) in buckets, in the order in which backward completes them.
 
     A bucket holds parameters of equal dtype, decay and group of copies, in module order, of up to `bucket_bytes` bytes of
     masters; a larger parameter is alone. The parameters move into the buckets, values and identity kept. Groups of equal ranks
-    but different axes stay apart, so that the bytes of each axis are counted as its own. gradients: the dtype of main gradients,
-    None for that of masters.
+    but different axes stay apart, so that the bytes of each axis are counted as its own. formats: of masters and main
+    gradients; ranks' parts are whole blocks of what has scales.
 
     The order is that of the buckets' first parameters in the module, backwards. Ranks that share a group have the same
     parameters for it in the same order, so they come to the same buckets in the same order, whatever else each of them has.
@@ -101,7 +105,7 @@ def pack(
         group = replicas(entry.spec, groups)
         return group.axis, group.ranks, entry.spec.decay, entry.tensor.dtype
 
-    return tuple(_bucket(members, groups, gradients) for members in in_chunks(entries, kind, bucket_bytes))
+    return tuple(_bucket(members, groups, formats or Formats()) for members in in_chunks(entries, kind, bucket_bytes))
 
 
 def in_chunks(
@@ -116,14 +120,29 @@ def in_chunks(
     return [[(name, entry) for _, name, entry in chunk] for chunk in chunks]
 
 
-def lay_out(members: Sequence[tuple[str, Entry]], dtype: torch.dtype, ranks: int) -> tuple[list[int], int]:
-    """Where each tensor begins in a flat buffer of `dtype`, aligned, and how long that is to part evenly over `ranks`, aligned."""
-    unit = ALIGNMENT_BYTES // dtype.itemsize
+def lay_out(
+    members: Sequence[tuple[str, Entry]], dtype: torch.dtype, ranks: int, block: int = 1
+) -> tuple[list[int], int]:
+    """Where each tensor begins in a flat buffer of `dtype`, aligned, and how long that is to part evenly over `ranks`, aligned.
+
+    block: a number of elements, which no part cuts.
+    """
+    unit = math.lcm(ALIGNMENT_BYTES // dtype.itemsize, block)
     starts, filled = [], 0
     for _, entry in members:
         starts.append(filled)
         filled += _rounded_up(entry.tensor.numel(), unit)
     return starts, _rounded_up(filled, unit * ranks)
+
+
+def master_of(parameters: Tensor, formats: Formats) -> Master:
+    """What an update works on instead of these flat parameters: themselves if they are precise enough, else float32 in some form."""
+    if parameters.dtype == main_dtype(parameters.dtype):
+        return parameters
+    on_host = share_on_host(parameters.numel(), formats.on_host)
+    if formats.masters == "remainder":
+        return Remainder(parameters, on_host)
+    return HostMaster(parameters, on_host) if formats.on_host else parameters.to(main_dtype(parameters.dtype))
 
 
 def main_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -147,13 +166,13 @@ def _chunks_of(members: Sequence[tuple[int, str, Entry]], most_bytes: int) -> It
         yield chunk[::-1]
 
 
-def _bucket(members: Sequence[tuple[str, Entry]], groups: Groups, narrow: torch.dtype | None) -> Bucket:
+def _bucket(members: Sequence[tuple[str, Entry]], groups: Groups, formats: Formats) -> Bucket:
     """The buffers of some parameters, which move into them."""
     first = members[0][1]
     group, like = replicas(first.spec, groups), first.tensor
-    starts, size = lay_out(members, like.dtype, group.size)
+    starts, size = lay_out(members, like.dtype, group.size, formats.block)
     parameters = torch.zeros(size, dtype=like.dtype, device=like.device)
-    gradients = torch.zeros(size, dtype=narrow or main_dtype(like.dtype), device=like.device)
+    gradients = torch.zeros(size, dtype=formats.gradients or main_dtype(like.dtype), device=like.device)
     slots = []
     for (name, entry), start in zip(members, starts, strict=True):
         tensor = entry.tensor
@@ -162,7 +181,14 @@ def _bucket(members: Sequence[tuple[str, Entry]], groups: Groups, narrow: torch.
         tensor.data = view
         gradient = gradients[start : start + tensor.numel()].view(tensor.shape)
         slots.append(Slot(name=name, entry=entry, start=start, gradient=gradient))
-    return Bucket(slots=tuple(slots), group=group, decay=first.spec.decay, parameters=parameters, gradients=gradients)
+    return Bucket(
+        slots=tuple(slots),
+        group=group,
+        decay=first.spec.decay,
+        parameters=parameters,
+        gradients=gradients,
+        formats=formats,
+    )
 
 
 def _rounded_up(count: int, unit: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from core.optim.adam import AdamW, Shard
 from core.optim.buckets import BUCKET_BYTES, Bucket, pack
 from core.optim.distributed import Gathering, Reduction
 from core.optim.formats import Formats
+from core.optim.moments import Place
 from core.optim.norm import sum_of_squares
 from core.parallel.collectives import all_reduce_sum
 from core.parallel.groups import Groups
@@ -41,9 +42,11 @@ class ChainedOptimizer:
         self.config = config
         self.groups = groups
         self.steps = 0
-        self.buckets = pack(trained, groups, bucket_bytes, formats.gradients)
-        self.shards = [Shard(master=b.master, gradient=b.own_gradients, decay=b.decay) for b in self.buckets]
-        self.adam = AdamW(self.shards, config, formats.moments)
+        self.buckets = pack(trained, groups, bucket_bytes, formats)
+        self.shards = [
+            Shard(master=b.master, gradient=b.own_gradients, decay=b.decay, places=_places(b)) for b in self.buckets
+        ]
+        self.adam = AdamW(self.shards, config, formats.moments, on_host=formats.on_host, seed=formats.seed)
         self.reduction = Reduction(self.buckets)
         self.gathering = Gathering(self.buckets)
 
@@ -64,21 +67,21 @@ class ChainedOptimizer:
         self.reduction.reduce()
 
     def gradient_norm(self) -> float:
-        """The norm of the whole model's gradient, each element counted once: one all-reduce of one number over the world."""
+        """The norm of the gradient that is held, each element counted once: one all-reduce of one number over the world."""
         assert self.reduction.done, "gradient_norm() comes after reduce()"
         squares = sum_of_squares([shard.gradient for shard in self.shards])
         return float(all_reduce_sum(squares, self.groups.world).sqrt())
 
     @torch.no_grad()
-    def step(self, rate: float, norm: float) -> None:
+    def step(self, rate: float, norm: float, scale: float = 1.0) -> None:
         """Scale gradients of the global norm `norm` down to clip_norm where they exceed it, and update every parameter.
 
-        Only starts to gather them: `wait_for` or `wait_all` comes before they are read.
+        scale: what is held is so many times the gradient. Only starts to gather them: `wait_for` or `wait_all` comes before they are read.
         """
         assert self.reduction.done, "step() comes after reduce()"
         self.wait_all()
         limit = self.config.clip_norm
-        self.adam.step(rate, limit / norm if limit is not None and norm > limit else 1.0)
+        self.adam.step(rate, (limit / norm if limit is not None and norm > limit else 1.0) / scale)
         for bucket in self.buckets:
             bucket.publish()
         self.gathering.start()
@@ -96,8 +99,8 @@ class ChainedOptimizer:
     def state(self) -> list[ShardedTensor]:
         """Moments, and masters where they are copies, of my part of every parameter: `optimizer.<kind>.<parameter>`.
 
-        Each element is on exactly one rank. Data are shared with the optimizer, so that loading fills it. Parameters are
-        complete afterwards.
+        Each element is on exactly one rank. Data are shared with the optimizer where they are kept as a checkpoint has them, and
+        copies in host memory otherwise: whoever fills them calls `restore`. Parameters are complete afterwards.
         """
         self.wait_all()
         return [
@@ -107,6 +110,22 @@ class ChainedOptimizer:
             for piece in _pieces(kind, flat, bucket)
         ]
 
+    def restore(self, pieces: Sequence[ShardedTensor]) -> None:
+        """Take over what was written to the pieces of `state`. Parameters are complete afterwards."""
+        found = {(piece.name, piece.box): piece.data for piece in pieces}
+        for bucket, shard in zip(self.buckets, self.shards, strict=True):
+            if self.adam.shared(shard):
+                continue
+            states = {kind: torch.zeros_like(flat) for kind, flat in self._kinds(bucket, shard).items()}
+            for kind, flat in states.items():
+                for piece in _pieces(kind, flat, bucket):
+                    piece.data.copy_(found[piece.name, piece.box])
+            self.adam.restore(shard, states)
+        if not all(isinstance(bucket.master, Tensor) for bucket in self.buckets):
+            # Parameters were rounded anew, each by the rank that has its master.
+            self.gathering.start()
+            self.wait_all()
+
     def set_steps(self, steps: int) -> None:
         """Continue as after `steps` updates."""
         self.steps = steps
@@ -114,8 +133,17 @@ class ChainedOptimizer:
 
     def _kinds(self, bucket: Bucket, shard: Shard) -> dict[str, Tensor]:
         """The state of my part of a bucket, flat."""
-        master = {} if bucket.master.dtype == bucket.parameters.dtype else {"master": bucket.master}
-        return self.adam.moments(shard) | master
+        states = self.adam.states(shard)
+        if isinstance(bucket.master, Tensor) and bucket.master.dtype != bucket.parameters.dtype:
+            states["master"] = bucket.master
+        return states
+
+
+def _places(bucket: Bucket) -> tuple[Place, ...]:
+    """Where the tensors of a bucket lie in my part of it."""
+    return tuple(
+        Place(name=slot.name, box=slot.entry.spec.box, start=slot.start - bucket.own_start) for slot in bucket.slots
+    )
 
 
 def _pieces(kind: str, flat: Tensor, bucket: Bucket) -> Iterator[ShardedTensor]:

@@ -22,7 +22,7 @@ def make_optimizer(
 ) -> Optimizer:
     """The optimizer of `parallel.sharding` over a model that has its values; under fsdp the model is sharded, if it is not yet.
 
-    formats: of moments and main gradients, None for those of masters. A model that is sharded already sums gradients over its shards as
+    formats: of moments, masters and main gradients, and where they wait; None for those of masters. A model that is sharded already sums gradients over its shards as
     `shard` was told. From now on the model's tensors are where they stay, and are read and written through `core.state.inventory`.
     """
     match parallel.sharding:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from core.config.run import OptimizerConfig
@@ -35,12 +35,15 @@ class Optimizer(Protocol):
         ...
 
     def gradient_norm(self) -> float:
-        """The norm of the whole model's gradient, each element counted once, the same on every rank; after `reduce`."""
+        """The norm of what is held of the whole model's gradient, each element counted once, the same on every rank; after `reduce`.
+
+        Not finite where any element is not. A step that is abandoned then ends here: nothing has changed."""
         ...
 
-    def step(self, rate: float, norm: float) -> None:
+    def step(self, rate: float, norm: float, scale: float = 1.0) -> None:
         """Scale a gradient of norm `norm` down to config.clip_norm where it exceeds that, and update every parameter.
 
+        scale: what is held is so many times the gradient, because losses were multiplied by it.
         Parameters may still be on their way when it returns: `wait_for` or `wait_all` comes before anything reads them.
         """
         ...
@@ -54,7 +57,14 @@ class Optimizer(Protocol):
         ...
 
     def state(self) -> list[ShardedTensor]:
-        """This rank's share of the state as `optimizer.<kind>.<parameter>`, data shared; parameters are complete afterwards."""
+        """This rank's share of the state as `optimizer.<kind>.<parameter>`, parameters being complete afterwards.
+
+        Data are shared, or copies in host memory of what is kept in another form: whoever fills them calls `restore`.
+        """
+        ...
+
+    def restore(self, pieces: Sequence[ShardedTensor]) -> None:
+        """Take over what was written to the pieces of `state`, as a checkpoint is loaded."""
         ...
 
     def set_steps(self, steps: int) -> None:

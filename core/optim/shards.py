@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from core.config.run import OptimizerConfig
-from core.optim.adam import AdamW, Shard
-from core.optim.buckets import BUCKET_BYTES, in_chunks, lay_out, main_dtype
+from core.optim.adam import MOMENTS, AdamW, Shard
+from core.optim.buckets import BUCKET_BYTES, in_chunks, lay_out, main_dtype, master_of
 from core.optim.distributed import Reduction
 from core.optim.formats import Formats
+from core.optim.masters import HostMaster, Master
+from core.optim.moments import Place
 from core.optim.norm import sum_of_squares
 from core.parallel.collectives import all_reduce_sum
 from core.parallel.groups import Group, Groups
@@ -27,15 +29,15 @@ class ShardSlot:
     """One parameter: what this rank holds of it (all of it where FSDP had nothing to share) and of its main gradient.
 
     parameter: the model's own, whose `.grad` FSDP has summed over the ranks of the shards. gradient: a piece of the bucket's
-    buffer, in the shape of the shard. master: what is updated, the shard itself if it is precise enough. filled: whether the
-    gradient is of this step. passes_left: how many more backward passes of this step will reach the parameter.
+    buffer, in the shape of the shard. master: what is updated, the shard itself if it is precise enough, else flat. filled: whether
+    the gradient is of this step. passes_left: how many more backward passes of this step will reach the parameter.
     """
 
     name: str
     entry: Entry
     parameter: nn.Parameter
     gradient: Tensor
-    master: Tensor
+    master: Master
     filled: bool = False
     passes_left: int = 0
 
@@ -72,10 +74,18 @@ class FullyShardedOptimizer:
         self.compute = model.place.dtype
         self.groups = groups
         self.steps = 0
-        self.buckets = _pack(model, groups, bucket_bytes, formats.gradients)
+        self.buckets = _pack(model, groups, bucket_bytes, formats)
         self.slots = [slot for bucket in self.buckets for slot in bucket.slots if slot.gradient.numel()]
-        self.shards = [Shard(master=s.master, gradient=s.gradient, decay=s.entry.spec.decay) for s in self.slots]
-        self.adam = AdamW(self.shards, config, formats.moments)
+        self.shards = [
+            Shard(
+                master=slot.master,
+                gradient=slot.gradient,
+                decay=slot.entry.spec.decay,
+                places=(Place(name=slot.name, box=slot.entry.box, start=0),),
+            )
+            for slot in self.slots
+        ]
+        self.adam = AdamW(self.shards, config, formats.moments, on_host=formats.on_host, seed=formats.seed)
         self.reduction = Reduction(self.buckets)
 
     def begin(self, passes: Mapping[str, int] | int) -> None:
@@ -98,19 +108,22 @@ class FullyShardedOptimizer:
             pending.wait()
 
     def gradient_norm(self) -> float:
-        """The norm of the whole model's gradient, each element counted once: one all-reduce of one number over the world."""
+        """The norm of the gradient that is held, each element counted once: one all-reduce of one number over the world."""
         assert self.reduction.done, "gradient_norm() comes after reduce()"
         squares = sum_of_squares([bucket.gradients for bucket in self.buckets if bucket.group.position == 0])
         return float(all_reduce_sum(squares.to(self.buckets[0].gradients.device), self.groups.world).sqrt())
 
     @torch.no_grad()
-    def step(self, rate: float, norm: float) -> None:
-        """Scale gradients of the global norm `norm` down to clip_norm where they exceed it, and update every shard."""
+    def step(self, rate: float, norm: float, scale: float = 1.0) -> None:
+        """Scale gradients of the global norm `norm` down to clip_norm where they exceed it, and update every shard.
+
+        scale: what is held is so many times the gradient.
+        """
         assert self.reduction.done, "step() comes after reduce()"
         limit = self.config.clip_norm
-        self.adam.step(rate, limit / norm if limit is not None and norm > limit else 1.0)
+        self.adam.step(rate, (limit / norm if limit is not None and norm > limit else 1.0) / scale)
         for slot in self.slots:
-            if slot.master.dtype != slot.entry.tensor.dtype:
+            if isinstance(slot.master, Tensor) and slot.master.dtype != slot.entry.tensor.dtype:
                 slot.entry.tensor.copy_(slot.master)
         self.reduction.clear()
         self.steps += 1
@@ -127,10 +140,17 @@ class FullyShardedOptimizer:
         The masters of sharded parameters are those parameters: whoever fills both from a checkpoint fills the model first.
         """
         return [
-            piece_of(f"optimizer.{kind}.{slot.name}", slot.entry, data, self.groups)
+            piece_of(f"optimizer.{kind}.{slot.name}", slot.entry, data.view(slot.gradient.shape), self.groups)
             for slot, shard in zip(self.slots, self.shards, strict=True)
-            for kind, data in (self.adam.moments(shard) | self._masters(slot)).items()
+            for kind, data in (self.adam.states(shard) | self._masters(slot)).items()
         ]
+
+    def restore(self, pieces: Sequence[ShardedTensor]) -> None:
+        """Take over what was written to the pieces of `state`."""
+        found = {piece.name: piece.data.reshape(-1) for piece in pieces}
+        for slot, shard in zip(self.slots, self.shards, strict=True):
+            kinds = (*MOMENTS, "master") if isinstance(slot.master, HostMaster) else MOMENTS
+            self.adam.restore(shard, {kind: found[f"optimizer.{kind}.{slot.name}"] for kind in kinds})
 
     def set_steps(self, steps: int) -> None:
         """Continue as after `steps` updates."""
@@ -138,13 +158,13 @@ class FullyShardedOptimizer:
         self.adam.set_steps(steps)
 
     def _masters(self, slot: ShardSlot) -> dict[str, Tensor]:
-        return {} if slot.master.dtype == self.compute else {"master": slot.master}
+        if not isinstance(slot.master, Tensor) or slot.master.dtype == self.compute:
+            return {}
+        return {"master": slot.master}
 
 
 @torch.no_grad()
-def _pack(
-    model: nn.Module, groups: Groups, bucket_bytes: int, gradients: torch.dtype | None
-) -> tuple[ShardBucket, ...]:
+def _pack(model: nn.Module, groups: Groups, bucket_bytes: int, formats: Formats) -> tuple[ShardBucket, ...]:
     """The trained parameters in buckets, in the order in which backward completes them; see `core.optim.buckets.pack`."""
     parameters = dict(model.named_parameters())
 
@@ -153,19 +173,19 @@ def _pack(
 
     trained = {name: entry for name, entry in declared(model).items() if entry.spec.trained}
     chunks = in_chunks(trained, kind, bucket_bytes)
-    return tuple(_bucket(members, parameters, groups, gradients) for members in chunks)
+    return tuple(_bucket(members, parameters, groups, formats) for members in chunks)
 
 
 def _bucket(
     members: Sequence[tuple[str, Entry]],
     parameters: Mapping[str, nn.Parameter],
     groups: Groups,
-    narrow: torch.dtype | None,
+    formats: Formats,
 ) -> ShardBucket:
     """The main gradients of some parameters, zero."""
     first = members[0][1]
     group, main = copies(first, groups), main_dtype(first.tensor.dtype)
-    dtype = narrow or main
+    dtype = formats.gradients or main
     starts, size = lay_out(members, dtype, group.size)
     gradients = torch.zeros(size, dtype=dtype, device=first.tensor.device)
     slots = []
@@ -173,7 +193,8 @@ def _bucket(
         # Not the parameter itself, which FSDP and autograd give gradients of their own.
         held = entry.tensor.detach()
         gradient = gradients[start : start + held.numel()].view(held.shape)
-        master = held.to(main)
+        made = master_of(held.view(-1), formats)
+        master = made.view(held.shape) if isinstance(made, Tensor) else made
         parameter = parameters[name]
         slots.append(ShardSlot(name=name, entry=entry, parameter=parameter, gradient=gradient, master=master))
     return ShardBucket(slots=tuple(slots), group=group, gradients=gradients)

@@ -356,7 +356,7 @@ def test_a_parameter_that_nothing_reaches_only_decays_and_old_gradients_do_not_c
 def test_a_restored_count_of_steps_is_that_of_every_shard() -> None:
     optimizer = ChainedOptimizer(Tree(dtypes=MIXED), CONFIG, one_rank(), bucket_bytes=SMALL_BUCKET)
     optimizer.set_steps(17)
-    counts = [state["step"].item() for state in optimizer.adam.update.state.values()]
+    counts = [held.steps.item() for held in optimizer.adam._held.values()]
     assert optimizer.steps == 17 and counts == [17.0] * len(optimizer.buckets)
 
 

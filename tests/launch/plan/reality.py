@@ -176,8 +176,8 @@ def _held(model: Stage, optimizer: Optimizer) -> tuple[int, int, int]:
     known = {storage.data_ptr() for storage in parameters}
     assert isinstance(optimizer, ChainedOptimizer | FullyShardedOptimizer)
     gradients = list(_storages([bucket.gradients for bucket in optimizer.buckets]))
-    state = [tensor for each in optimizer.adam.update.state.values() for tensor in each.values()]
-    masters = [shard.master for shard in optimizer.shards]
+    state, _ = optimizer.adam.tensors()
+    masters = [shard.master for shard in optimizer.shards if isinstance(shard.master, Tensor)]
     own = [storage for storage in _storages([*state, *masters]) if storage.data_ptr() not in known]
     return _bytes(parameters), _bytes(gradients), _bytes(own)
 

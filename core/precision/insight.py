@@ -14,7 +14,8 @@ from core.precision.grouped import Grouped
 
 # Scales are counted by the power of two below them, from the smallest of these to the largest; beyond are the ends.
 SMALLEST_EXPONENT, LARGEST_EXPONENT = -40, 40
-# elements, sum of squares, sum of squared errors, saturated, flushed; then elements by the power of two of their scale.
+# elements, sum of squares, sum of squared errors, saturated, flushed; then elements by the power of two of their scale. An element that is
+# zero is none of them: rows of zeros fill up experts' rows, by another number under every mapping.
 NUM_SUMS = 5
 NUM_WATCHED = NUM_SUMS + LARGEST_EXPONENT - SMALLEST_EXPONENT + 1
 # A scale is rounded to float32, and its largest number with it: what exceeds that by less has not been cut off.
@@ -34,7 +35,7 @@ class Watch:
 
     @torch.no_grad()
     def add(self, x: Tensor, quantised: Quantised | Grouped) -> None:
-        """Add an operand x [..., R, C] and what it was rounded to, of x's shape. Nothing waits for a device.
+        """Add an operand x [..., R, C] and what it was rounded to, of x's shape.
 
         Raises ValueError for another shape.
         """
@@ -45,21 +46,20 @@ class Watch:
         x = x.to(wide_dtype(x.dtype))
         rounded, end = quantised.dequantise(x.dtype), _largest_numbers(quantised, x.dtype)
         size = x.abs()
-        self.sums[0] += x.numel()
+        some = size != 0
+        self.sums[0] += some.sum()
         self.sums[1] += _squares(x)
         self.sums[2] += _squares(x - rounded)
         self.sums[3] += (size > end * _ROUNDING).sum()
-        self.sums[4] += ((size > 0) & (rounded == 0)).sum()
-        self.sums[NUM_SUMS:] += _by_exponent(end / element_of(quantised.format).largest)
+        self.sums[4] += (some & (rounded == 0)).sum()
+        self.sums[NUM_SUMS:] += _by_exponent(end[some] / element_of(quantised.format).largest)
         self.largest = torch.maximum(self.largest, size.max().to(torch.float64))
 
 
 def _largest_numbers(quantised: Quantised | Grouped, dtype: torch.dtype) -> Tensor:
     """The largest number that each element could have become, under its scales."""
     element = element_of(quantised.format)
-    ends = torch.full(
-        (*quantised.shape[:-1], quantised.shape[-1]), element.largest, dtype=dtype, device=quantised.data.device
-    )
+    ends = torch.full(quantised.shape, element.largest, dtype=dtype, device=quantised.data.device)
     return replace(quantised, data=store(encode(ends, element), element)).dequantise(dtype)
 
 

@@ -1,4 +1,7 @@
-"""How a layer's experts are used in a step: out of sums over the global batch, so the same under every mapping (but for rank_load and saved)."""
+"""How a layer's experts are used in a step, and what rounding its operands loses: out of sums over the global batch.
+
+The first is the same under every mapping, but for rank_load and saved. Of the second, what a mapping computes twice counts twice.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,36 @@ class LayerInsight:
     rank_load: float
     logit_max: float
     logit_rms: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionInsight:
+    """One kind of operand of the quantised products of a layer, in a step; of its elements that are not zero.
+
+    relative_error: root of the sum of squared errors over that of squares. amax: the largest size; of gradients in float16, under the loss scale.
+    saturated: share beyond the largest number that their scale allows. flushed: share that became zero. scales: how many have a scale of each
+    power of two or between it and the next, from 2^smallest_exponent up; the ends hold what is beyond.
+    """
+
+    relative_error: float
+    amax: float
+    saturated: float
+    flushed: float
+    scales: tuple[int, ...]
+    smallest_exponent: int
+
+
+def precision_insight(sums: Sequence[float], amax: float, smallest_exponent: int) -> PrecisionInsight:
+    """sums: of all ranks, as `core.precision.insight.Watch` has them, of one operand at least."""
+    elements, squares, errors, saturated, flushed, *scales = sums
+    return PrecisionInsight(
+        relative_error=math.sqrt(errors / squares) if squares else 0.0,
+        amax=amax,
+        saturated=saturated / elements,
+        flushed=flushed / elements,
+        scales=tuple(map(int, scales)),
+        smallest_exponent=smallest_exponent,
+    )
 
 
 def insight_of(counts: Sequence[int], *, told: Sequence[float], largest: float, tokens: int, ep: int) -> LayerInsight:

@@ -42,6 +42,7 @@ from core.moe.dispatch.preflight import preflight
 from core.optim.formats import formats_of
 from core.optim.make import make_optimizer
 from core.optim.protocol import Optimizer
+from core.optim.scaler import LossScaler
 from core.parallel.collectives import all_reduce_sum
 from core.parallel.groups import Groups, groups_for, one_rank
 from core.pipeline.layout import layout_of
@@ -67,6 +68,7 @@ from launch.profiles import find_profile
 from launch.progress import ProgressLine
 
 SAMPLE_PROMPT_TOKENS = 16
+SCALER = "loss_scaler"  # in a checkpoint's extra
 PR_SET_PDEATHSIG = 1
 
 
@@ -79,6 +81,15 @@ class StopFlag:
     def note(self, number: int, frame: FrameType | None) -> None:
         """The signal handler."""
         self.raised = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What a checkpoint of a run fills."""
+
+    model: Stage
+    optimizer: Optimizer
+    scaler: LossScaler | None
 
 
 def main() -> None:
@@ -110,8 +121,10 @@ def train(out: Path, flag: StopFlag) -> Progress:
     data = open_tokens(Path(file.prepared), vocab=run.model.vocab)
     model = _model(out, file, groups, device)
     _preflight(run, model)
-    optimizer = make_optimizer(model, run.optimizer, groups, run.parallel, formats_of(run.precision))
-    start = _restore(out, run, data, model, optimizer, groups)
+    formats = formats_of(run.precision, on_host=run.memory.optimizer_offload, seed=run.train.seed)
+    optimizer = make_optimizer(model, run.optimizer, groups, run.parallel, formats)
+    scaler = LossScaler(fixed=run.precision.loss_scale) if run.precision.compute == "float16" else None
+    start = _restore(out, data, run, Trained(model=model, optimizer=optimizer, scaler=scaler), groups)
     mine = torch.tensor([measure_matmul_rate(_dtype(run), device)], dtype=torch.float64, device=device)
     rate = all_reduce_sum(mine, groups.world)
     trainer = Trainer(
@@ -122,6 +135,7 @@ def train(out: Path, flag: StopFlag) -> Progress:
         train=_loader(run, data.train, groups),
         validation=_loader(run, data.validation, groups),
         matmul_rate=float(rate),
+        scaler=scaler,
     )
     first = groups.world.position == 0
     sampler = Sampler(out, run, data, model, first)
@@ -135,6 +149,9 @@ def train(out: Path, flag: StopFlag) -> Progress:
 
         def keep(step: int, tokens: int) -> None:
             extra = {"step": step, "tokens": tokens, "data": data.identity, "run": run_to_json(run)}
+            extra["updates"] = optimizer.steps
+            if scaler is not None:
+                extra[SCALER] = scaler.state()
             saver.save(step, training_state(model, optimizer, groups), extra)
 
         def record(metrics: StepMetrics) -> None:
@@ -269,7 +286,7 @@ def _saver(out: Path, run: RunConfig, data: TokenFiles, groups: Groups) -> Async
 
 
 def _dtype(run: RunConfig) -> torch.dtype:
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[run.precision.compute]
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[run.precision.compute]
 
 
 def _device(run: RunConfig) -> torch.device:
@@ -328,20 +345,23 @@ def _loader(run: RunConfig, split: TokenSplit, groups: Groups) -> Loader:
     )
 
 
-def _restore(
-    out: Path, run: RunConfig, data: TokenFiles, model: Stage, optimizer: Optimizer, groups: Groups
-) -> Progress:
+def _restore(out: Path, data: TokenFiles, run: RunConfig, trained: Trained, groups: Groups) -> Progress:
     """Load the newest whole checkpoint, under whatever mapping it was saved. Raises CheckpointError for other data."""
     folder = latest(checkpoints_of(out, run))
     if folder is None:
         return Progress(step=0, tokens=0)
-    extra: Mapping[str, Any] = load(folder, training_state(model, optimizer, groups), groups.checkpoint)
+    state = training_state(trained.model, trained.optimizer, groups)
+    extra: Mapping[str, Any] = load(folder, state, groups.checkpoint)
     if extra["data"] != data.identity:
         raise CheckpointError(
             f"{folder}: was trained on other tokens than {data.folder} holds, so it cannot go on where it stopped. "
             "Give the --data of the first launch, or start anew with another --out."
         )
-    optimizer.set_steps(int(extra["step"]))
+    trained.optimizer.restore([piece for piece in state if piece.name.startswith(OPTIMIZER_PREFIX)])
+    # Of fewer updates than steps where gradients of float16 overflowed.
+    trained.optimizer.set_steps(int(extra.get("updates", extra["step"])))
+    if trained.scaler is not None:
+        trained.scaler.restore(extra.get(SCALER, {}))
     return Progress(step=int(extra["step"]), tokens=int(extra["tokens"]))
 
 

@@ -19,10 +19,12 @@ def matmul_backend(dtype: torch.dtype, device: torch.device) -> MatmulBackend:
     """`native`: the product runs in `dtype`. `float32`: operands are widened, the product runs in float32 and is rounded once.
 
     A processor without bfloat16 instructions multiplies bfloat16 matrices over a hundred times slower than float32 ones;
-    widening gives the same products (exact in float32) and the same single rounding at the end.
+    widening gives the same products (exact in float32) and the same single rounding at the end. float16 is widened on every CPU.
     """
-    if device.type != "cpu" or dtype != torch.bfloat16:
+    if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
         return "native"
+    if dtype == torch.float16:
+        return "float32"
     # A build without oneDNN does not know the question either.
     fast = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return "native" if fast else "float32"

@@ -14,12 +14,14 @@ from core.data.loader import Loader
 from core.moe.replay import moe_layers
 from core.moe.workload import Workload
 from core.optim.protocol import Optimizer
+from core.optim.scaler import LossScaler
 from core.optim.schedules import learning_rate
 from core.parallel.collectives import all_reduce_sum
 from core.parallel.groups import Groups
 from core.training.batch import to_device
 from core.training.evaluate import validation_loss
 from core.training.metrics import StepMetrics
+from core.training.rounding import watching
 from core.training.step import StepResult, train_step
 from core.transformer.context import BatchPosition, TokenBatch
 from core.transformer.stage import Stage
@@ -64,6 +66,7 @@ class Trainer:
         train: Loader,
         validation: Loader,
         matmul_rate: float,
+        scaler: LossScaler | None = None,
     ) -> None:
         self.run = run
         self.model = model
@@ -72,6 +75,7 @@ class Trainer:
         self.train = train
         self.validation = validation
         self.matmul_rate = matmul_rate
+        self.scaler = scaler
 
     def go(self, start: Progress, hooks: Hooks) -> Progress:
         """Train from `start` to train.steps, or until any rank is asked to stop; the last step is saved when this returns how far.
@@ -110,9 +114,17 @@ class Trainer:
         schedule = config.schedule_steps or config.steps
         rate = learning_rate(self.run.optimizer, before.step, schedule)
         before_update = None if saving is None else hooks.before_update
-        result = train_step(
-            self.model, self.optimizer, batches, rate=rate, groups=self.groups, before_update=before_update
-        )
+        with watching(self.model, self.run, before.step + 1) as watch:
+            result = train_step(
+                self.model,
+                self.optimizer,
+                batches,
+                rate=rate,
+                groups=self.groups,
+                before_update=before_update,
+                scaler=self.scaler,
+            )
+        rounding = {} if watch is None else watch.insight(self.groups)
         seconds = time.perf_counter() - begin
         step = before.step + 1
         due = step % config.eval_interval == 0 or step == config.steps
@@ -122,7 +134,8 @@ class Trainer:
             phases["checkpoint"] += saving
         if validation is not None:
             phases["validation"] = time.perf_counter() - begin - seconds
-        return self._metrics(step, before.tokens, result, rate, seconds, phases, validation)
+        metrics = self._metrics(step, before.tokens, result, rate, seconds, phases, validation)
+        return replace(metrics, precision=rounding)
 
     def _read(self, step: int) -> list[TokenBatch]:
         """My microbatches of a step, which know what their random numbers hang on, and their experts where routing is forced."""
@@ -159,6 +172,8 @@ class Trainer:
             loss=result.loss,
             learning_rate=rate,
             grad_norm=result.gradient_norm,
+            loss_scale=result.loss_scale,
+            skipped=None if self.scaler is None else self.scaler.skipped,
             tokens_per_second=result.tokens / seconds,
             tokens=tokens_before + result.tokens,
             mfu=work / seconds / self.matmul_rate,

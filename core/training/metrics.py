@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from core.training.insight import LayerInsight
+from core.training.insight import LayerInsight, PrecisionInsight
 
 METRICS_FILE = "metrics.jsonl"
 SAVES_FILE = "checkpoints.jsonl"
@@ -30,8 +30,10 @@ class StepMetrics:
     step: counted from one. loss: mean next-token loss of the global batch, nats. tokens: trained on so far, all steps.
     mfu: model FLOP a second over the measured matmul peak, 0 to 1. worst_load: the busiest expert's load over the mean,
     the largest of all layers. expert_load: per MoE layer (canonical name) the share of the routed rows of each expert.
-    insight: per MoE layer, how its experts are used. seconds: wall time per phase (`data`, `forward_backward`, `optimizer`, …);
+    insight: per MoE layer, how its experts are used. precision: per layer and kind of operand (`input`, `weight`, `gradient`), what a recipe's
+    rounding lost, in steps that measure it. seconds: wall time per phase (`data`, `forward_backward`, `optimizer`, …);
     `checkpoint` is what training has stopped for the checkpoint behind the step before. validation_loss: where it was measured.
+    loss_scale: of this step, in float16. skipped: steps so far whose gradient overflowed, which updated nothing.
     """
 
     step: int
@@ -44,10 +46,13 @@ class StepMetrics:
     worst_load: float | None = None
     expert_load: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     insight: Mapping[str, LayerInsight] = field(default_factory=dict)
+    precision: Mapping[str, Mapping[str, PrecisionInsight]] = field(default_factory=dict)
     mtp_loss: float | None = None
     aux_loss: float | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
     validation_loss: float | None = None
+    loss_scale: float | None = None
+    skipped: int | None = None
 
     @property
     def dropped(self) -> float:
@@ -217,6 +222,8 @@ def scalars(metrics: StepMetrics) -> Iterator[tuple[str, float]]:
         "loss/balance": metrics.aux_loss,
         "optimizer/learning_rate": metrics.learning_rate,
         "optimizer/grad_norm": metrics.grad_norm,
+        "optimizer/loss_scale": metrics.loss_scale,
+        "optimizer/skipped": metrics.skipped,
         "speed/tokens_per_second": metrics.tokens_per_second,
         "speed/mfu": metrics.mfu,
         "experts/worst_load": metrics.worst_load,
@@ -230,3 +237,7 @@ def scalars(metrics: StepMetrics) -> Iterator[tuple[str, float]]:
     for layer, insight in metrics.insight.items():
         for name, value in asdict(insight).items():
             yield f"experts/{name}/{layer}", value
+    for layer, operands in metrics.precision.items():
+        for operand, of_operand in operands.items():
+            for name in ("relative_error", "amax", "saturated", "flushed"):
+                yield f"precision/{name}/{layer}/{operand}", vars(of_operand)[name]

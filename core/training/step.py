@@ -14,6 +14,7 @@ from core.errors import ZooError
 from core.moe.balance import loss_names, moved_bias, moved_thresholds
 from core.moe.layer import MoELayer
 from core.optim.protocol import Optimizer
+from core.optim.scaler import LossScaler
 from core.parallel.collectives import all_reduce_max, all_reduce_sum
 from core.parallel.groups import Groups
 from core.precision.history import remember
@@ -37,6 +38,7 @@ class StepResult:
 
     loss: mean cross-entropy per predicted token, nats. ahead: the same per multi-token module. balance: by `layer/loss`,
     coefficients applied. expert_counts: choices per expert by layer, of what is routed. insight: by layer. tokens: of the global batch.
+    loss_scale: of this step, where there is a scaler. skipped: the gradient overflowed, and nothing was updated.
     """
 
     loss: float
@@ -47,6 +49,8 @@ class StepResult:
     insight: dict[str, LayerInsight]
     tokens: int
     seconds: dict[str, float]
+    loss_scale: float | None = None
+    skipped: bool = False
 
 
 def train_step(
@@ -58,12 +62,14 @@ def train_step(
     groups: Groups,
     before_update: Callable[[], None] | None = None,
     recording: Recording | None = None,
+    scaler: LossScaler | None = None,
 ) -> StepResult:
     """Forward and backward over `batches` (this rank's microbatches), one update at learning rate `rate`, one bias move.
 
     before_update: called when all gradients are there; until it returns, nothing that a checkpoint has is changed. The time that it
-    takes is the phase `checkpoint`. recording: is told what the routers choose.
-    Raises NotFiniteError before the update where the loss or the gradient norm is not a number.
+    takes is the phase `checkpoint`. recording: is told what the routers choose. scaler: multiplies the loss that is differentiated; the
+    gradient is divided again by the update. A step whose gradient overflows under it moves no parameter, moment or bias.
+    Raises NotFiniteError before the update where the loss is not a number, or the gradient norm without a scaler.
     """
     clock = Clock()
     # From now on the model waits, module by module, for the parameters that the last update still sends round.
@@ -71,20 +77,33 @@ def train_step(
     with clock.phase("counts"):
         totals = global_totals(model, batches, groups)
     optimizer.begin(model.passes(len(batches)))
-    sums = train_microbatches(model, batches, totals, after=optimizer.accumulate, clock=clock, recording=recording)
+    scale, done = (1.0, optimizer.steps) if scaler is None else (scaler.scale, optimizer.steps + scaler.skipped)
+    sums = train_microbatches(
+        model,
+        batches,
+        totals,
+        after=optimizer.accumulate,
+        clock=clock,
+        recording=recording,
+        loss_scale=scale,
+    )
     with clock.phase("reduce"):
         optimizer.reduce()
         reduced = _reduced(model, sums, groups)
         losses, counts = reduced.losses, reduced.counts
-        norm = optimizer.gradient_norm()
-    if not (math.isfinite(norm) and all(math.isfinite(loss) for loss in losses)):
-        raise NotFiniteError(_not_finite_message(losses, norm, optimizer.steps))
+        norm = optimizer.gradient_norm() / scale
+    overflow = not math.isfinite(norm)
+    if (overflow and scaler is None) or not all(math.isfinite(loss) for loss in losses):
+        raise NotFiniteError(_not_finite_message(losses, norm, done))
     if before_update is not None:
         with clock.phase("checkpoint"):
             before_update()
     with clock.phase("optimizer"):
-        optimizer.step(rate, norm)
-        move_biases(model, counts, reduced.quantiles)
+        if not overflow:
+            optimizer.step(rate, norm, scale)
+            move_biases(model, counts, reduced.quantiles)
+        if scaler is not None:
+            scaler.note(done + 1, overflow=overflow)
         remember(histories(model), groups)
     expert_counts = {layer: [int(count) for count in row.tolist()] for layer, row in counts.items()}
     return StepResult(
@@ -96,6 +115,8 @@ def train_step(
         insight=_insight(reduced, expert_counts, totals.tokens, groups.ep.size),
         tokens=totals.tokens,
         seconds=clock.seconds,
+        loss_scale=None if scaler is None else scale,
+        skipped=overflow,
     )
 
 

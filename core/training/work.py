@@ -69,7 +69,10 @@ class Sums:
 
 @dataclass(kw_only=True)
 class StageWork:
-    """The `PartWork` of a stage. totals are given in training; `after` is called when gradients have come; a recording is filled."""
+    """The `PartWork` of a stage. totals are given in training; `after` is called when gradients have come; a recording is filled.
+
+    loss_scale: what is differentiated is so many times the loss.
+    """
 
     model: Stage
     batches: Sequence[TokenBatch]
@@ -78,6 +81,7 @@ class StageWork:
     totals: Totals | None = None
     after: Callable[[], None] | None = None
     recording: Recording | None = None
+    loss_scale: float = 1.0
     clock: Clock = field(default_factory=Clock)
 
     def forward(self, chunk: int, microbatch: int, received: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -93,7 +97,9 @@ class StageWork:
         self.sums.add(made)
         if self.recording is not None:
             self.recording.add(microbatch, made.routings)
-        return made.out, made.share
+        if made.share is None or self.loss_scale == 1.0:
+            return made.out, made.share
+        return made.out, made.share * self.loss_scale
 
     def received_shape(self, chunk: int, microbatch: int) -> tuple[int, ...]:
         """The shape of what a part receives."""
@@ -124,10 +130,11 @@ def train_microbatches(
     after: Callable[[], None],
     clock: Clock,
     recording: Recording | None = None,
+    loss_scale: float = 1.0,
 ) -> Sums:
     """Forward and backward of all microbatches through this rank's parts, in the order of the mapping's schedule.
 
-    `after` is called whenever gradients have come. What is not forward counts as backward, waiting for other stages too.
+    `after` is called whenever gradients have come; they are `loss_scale` times those of the loss. What is not forward counts as backward, waiting for other stages too.
     """
     work = StageWork(
         model=model,
@@ -137,6 +144,7 @@ def train_microbatches(
         totals=totals,
         after=after,
         recording=recording,
+        loss_scale=loss_scale,
         clock=clock,
     )
     pp, name = model.place.groups.pp, model.place.parallel.schedule

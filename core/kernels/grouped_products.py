@@ -161,7 +161,7 @@ class _Grouped(torch.autograd.Function):
         if gate_up_bias is not None:
             of_first = _sums(of_hidden, pieces).view_as(gate_up_bias).to(gate_up_bias.dtype)
             of_added = plan.columns(grad, down_bias).to(grad_weight.dtype)
-            added = _of_pieces(down_bias, pieces.owner(len(rows))).to(grad_weight.dtype)
+            added = _of_pieces(down_bias, pieces.owner(len(grad))).to(grad_weight.dtype)
             grad_weight = grad_weight + torch.linalg.vecdot(of_added, added)
             of_biases = of_first, _sums(of_added * weight_R[:, None], pieces).to(down_bias.dtype)
 

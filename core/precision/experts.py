@@ -38,8 +38,8 @@ def quantised_expert_mlp(
     """
     form = Form(
         activation=activation,
-        first=_products(quantisers.get("gate_up")),
-        second=_products(quantisers.get("down")),
+        first=products_of(quantisers.get("gate_up")),
+        second=products_of(quantisers.get("down")),
         later=later,
     )
     if sum(counts) != rows_RH.shape[0]:
@@ -47,8 +47,8 @@ def quantised_expert_mlp(
     return expert_mlp_grouped(rows_RH, weight_R, gate_up, down, counts, biases, form)
 
 
-def _products(quantiser: Quantiser | None) -> Products:
-    """The products of one weight of all experts."""
+def products_of(quantiser: Quantiser | None) -> Products:
+    """The products of one weight of all experts, by its recipe; in the rows' dtype without one."""
     if quantiser is None:
         return Products(forward=_plain_forward, of_rows=_plain_of_rows, of_weight=_plain_of_weight)
     one = _Recipe(quantiser.here())

@@ -14,6 +14,7 @@ from launch.describe import forced_words, mapping_facts, short
 from launch.folder import SAMPLES_FILE, SUMMARY_FILE, RunFile, read_json, read_run
 from launch.progress import duration
 from launch.report_figures import Picture, draw_all
+from launch.report_precision import draw_precision, precision_table
 
 REPORT_FILE = "report.html"
 PICTURES_FOLDER = "report"
@@ -82,7 +83,8 @@ def write_report(run: Path) -> Path:
         raise RequestError(str(error)) from error
     summary = read_json(run / SUMMARY_FILE) if (run / SUMMARY_FILE).exists() else {}
     samples = read_json(run / SAMPLES_FILE) if (run / SAMPLES_FILE).exists() else {}
-    pictures = draw_all(steps, summary.get("unigram_entropy"), run / PICTURES_FOLDER)
+    folder = run / PICTURES_FOLDER
+    pictures = (*draw_all(steps, summary.get("unigram_entropy"), folder), *draw_precision(steps, folder))
     path = run / REPORT_FILE
     path.write_text(_page(file, steps, saves, summary, samples, pictures), encoding="utf-8")
     return path
@@ -110,7 +112,7 @@ def _page(
         f"<tr><td>{html.escape(name)}</td><td>{html.escape(value)}</td></tr>"
         for name, value in (*_facts(file, steps, summary), *_checkpoints(saves))
     )
-    body = f"<h2>What was measured</h2>{figures}{_samples(samples)}<h2>The run</h2>"
+    body = f"<h2>What was measured</h2>{figures}{precision_table(steps)}{_samples(samples)}<h2>The run</h2>"
     body += f'<div class="facts"><table>{rows}</table></div>'
     title = f"{config.family} {config.size}"
     return PAGE.format(title=html.escape(title), lead=html.escape(lead), cards=cards, body=body)
@@ -141,7 +143,8 @@ def _facts(file: RunFile, steps: list[dict[str, Any]], summary: Mapping[str, Any
         yield name, "\n".join(lines)
     for text in forced_words(config):
         yield "routing", text
-    yield "precision", config.precision.compute
+    recipe = config.precision.recipe
+    yield "precision", config.precision.compute + (f", products of layers by {recipe.name}" if recipe else "")
     train = config.train
     yield "batch", f"{train.global_batch} sequences of {train.sequence_tokens} tokens a step"
     yield "tokens trained on", f"{steps[-1]['tokens']:,}" if steps else "0"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from core.errors import RequestError
-from core.training.insight import LayerInsight
+from core.training.insight import LayerInsight, PrecisionInsight
 from core.training.metrics import MetricsWriter, SaveMetrics, StepMetrics
 from launch.describe import describe
 from launch.folder import RunFile, write_json, write_run
@@ -169,3 +169,29 @@ def test_a_run_of_forced_routing_says_that_its_losses_mean_nothing(tmp_path: Pat
     assert f"Routing was {words}." in text and f"<td>routing</td><td>{words}</td>" in text
     free = new_run(Request(), FAMILY)
     assert "losses mean nothing" not in describe(free, make_plan(free.run))
+
+
+def test_what_rounding_loses_is_drawn_and_its_last_numbers_are_a_table(tmp_path: Path) -> None:
+    def lost(error: float, place: int) -> PrecisionInsight:
+        scales = tuple(int(i == place) * 40 for i in range(81))
+        return PrecisionInsight(
+            relative_error=error, amax=12.5, saturated=0.0, flushed=0.00125, scales=scales, smallest_exponent=-40
+        )
+
+    a_run(tmp_path, 0)
+    with MetricsWriter(tmp_path, resume_from_step=0) as writer:
+        for number in range(1, 6):
+            both = {"input": lost(0.02 / number, 35), "gradient": lost(float("nan"), 0)}
+            told = {"layers.0": both, "mtp.0": {"weight": lost(0.03, 40)}} if number in (2, 4) else {}
+            writer.write(replace(a_step(number), precision=told))
+    text = write_report(tmp_path).read_text()
+    assert (tmp_path / "report" / "precision.png").read_bytes().startswith(PNG)
+    assert "<h2>Precision, step 4</h2>" in text
+    some, none = "<td>12.5</td><td>0.000%</td><td>0.125%</td>", "<td>-</td>" * 4
+    assert f"<tr><td>layers.0</td><td>0.50%</td>{some}{none}<td>-</td>{some}</tr>" in text
+    assert f"<tr><td>mtp.0</td>{none}<td>3.00%</td>{some}{none}</tr>" in text
+
+
+def test_a_run_without_a_recipe_says_nothing_of_rounding(tmp_path: Path) -> None:
+    assert "<h2>Precision" not in write_report(a_run(tmp_path, 3)).read_text()
+    assert not (tmp_path / "report" / "precision.png").exists()

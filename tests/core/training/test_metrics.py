@@ -7,7 +7,7 @@ from subprocess import run as run_process
 
 import pytest
 
-from core.training.insight import LayerInsight
+from core.training.insight import LayerInsight, PrecisionInsight
 from core.training.metrics import MetricsWriter, SaveMetrics, StepMetrics, read_metrics, read_saves, scalars
 
 
@@ -141,3 +141,19 @@ def test_what_layers_tell_of_their_experts_is_in_the_file_and_a_curve_each(tmp_p
     tags = dict(scalars(told))
     assert tags["experts/entropy/layers.1"] == 0.75 and tags["experts/dropped/mtp.0.layer"] == 0.25
     assert {tag.split("/")[1] for tag in tags if tag.endswith("mtp.0.layer")} == set(numbers)
+
+
+def test_what_rounding_loses_is_in_the_file_and_a_curve_for_each_number_of_each_operand(tmp_path: Path) -> None:
+    lost = PrecisionInsight(
+        relative_error=0.25, amax=float("inf"), saturated=0.5, flushed=0.125, scales=(0, 3), smallest_exponent=-40
+    )
+    told = step(1, precision={"layers.1": {"input": lost, "weight": lost}})
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(told)
+        writer.write(step(2))
+    first, second = read_metrics(tmp_path)
+    numbers = {"relative_error": 0.25, "amax": None, "saturated": 0.5, "flushed": 0.125}
+    assert first["precision"]["layers.1"]["weight"] == {**numbers, "scales": [0, 3], "smallest_exponent": -40}
+    assert "precision" not in second
+    tags = [tag for tag, _ in scalars(told) if tag.startswith("precision/")]
+    assert tags == [f"precision/{name}/layers.1/{operand}" for operand in ("input", "weight") for name in numbers]

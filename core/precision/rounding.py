@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -9,8 +11,10 @@ from core.state.box import Box
 from core.state.seed import uniform, uniform_rows
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-# 2^64 over the golden ratio, as a signed number: multiples of it are spread evenly.
+# SplitMix64 (Steele, Lea, Flood, OOPSLA 2014): 2^64 over the golden ratio, and two steps of shift and product; as signed numbers.
 _GOLDEN = -0x61C8864680B583EB
+_MIXING = ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15))
+_LAST_SHIFT = 31
 
 
 def rounding_noise(seed: int, name: str, box: Box, *, step: int, device: torch.device | None = None) -> Tensor:
@@ -33,15 +37,30 @@ def content_noise(seed: int, name: str, x: Tensor) -> Tensor:
     A row's numbers follow from its own bits and the column: the same whichever rank holds it, and in whatever order. Rows of equal bits
     have equal noise; other rows' is independent. Nothing needs to be sent beside the rows, and a second run of a forward draws alike.
     """
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     return uniform_rows(seed, _stream(name), row_keys(rows), x.shape[-1]).view(x.shape)
 
 
 def row_keys(x_RC: Tensor) -> Tensor:
-    """A number for the bits of each row: [R] int64, a sum of all elements' bits times odd numbers, which wraps (multilinear hashing)."""
+    """A number for the bits of each row: [R] int64, the sum of all elements' bits times their columns' factors, which wraps."""
     bits = x_RC.contiguous().view(_INTEGERS[x_RC.dtype.itemsize]).to(torch.int64)
-    columns = torch.arange(1, x_RC.shape[1] + 1, dtype=torch.int64, device=x_RC.device)
-    return (bits * (columns * _GOLDEN | 1)).sum(1)
+    return (bits * column_factors(x_RC.shape[1], x_RC.device)).sum(1)
+
+
+def column_factors(columns: int, device: torch.device) -> Tensor:
+    """The factor of every column in `row_keys`: [C] int64, odd, and as random numbers are (multilinear hashing).
+
+    Multiples of one number would not do: changes of several elements, as a swap of neighbours, would cancel alike in many rows.
+    """
+    z = torch.arange(1, columns + 1, dtype=torch.int64, device=device) * _GOLDEN
+    for shift, factor in _MIXING:
+        z = (z ^ _shifted(z, shift)) * factor
+    return (z ^ _shifted(z, _LAST_SHIFT)) | 1
+
+
+def _shifted(z: Tensor, by: int) -> Tensor:
+    """Of 64 bits without a sign; int64 would move its sign in."""
+    return (z >> by) & ((1 << (64 - by)) - 1)
 
 
 def _stream(name: str) -> str:

@@ -15,16 +15,8 @@ def not_built(run: RunConfig) -> tuple[Fault, ...]:
     """A fault for each thing that `run` asks for and that the engine cannot do; empty where it can be started."""
     precision, memory, execution = run.precision, run.memory, run.execution
     asked = {
-        "precision.compute": (precision.compute, precision.compute if precision.compute != "float16" else "bfloat16"),
         "precision.primary": (precision.primary, False),
-        "precision.moments": (
-            precision.moments,
-            "bfloat16" if precision.moments in ("float16", "float8") else precision.moments,
-        ),
-        "precision.masters": (precision.masters, "float32"),
-        "precision.loss_scale": (precision.loss_scale, None),
         "memory.offload": (",".join(memory.offload) or None, None),
-        "memory.optimizer_offload": (memory.optimizer_offload, 0.0),
         "execution.graphs": (",".join(execution.graphs) or None, None),
     }
     return tuple(

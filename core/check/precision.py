@@ -14,8 +14,10 @@ from core.config.recipe_text import operand_text
 from core.config.run import RunConfig
 from core.errors import Fault
 
-# Half a unit of bfloat16's last place, of a number just above a power of two: a decay by less is undone by rounding to nearest.
-_LEAST_DECAY = 2.0**-8
+# Half a unit of the last place, of a number just above a power of two: a decay by less is undone by rounding to nearest. float16 keeps the
+# root of the second moment, which decays by half as much. float8 is rounded stochastically, and any decay shows.
+_LEAST_DECAY = {"bfloat16": {"beta1": 2.0**-8, "beta2": 2.0**-8}, "float16": {"beta1": 2.0**-11, "beta2": 2.0**-10}}
+_MOMENT_BITS = {"bfloat16": 8, "float16": 11}
 
 
 def check_precision(run: RunConfig) -> Iterator[Fault]:
@@ -32,6 +34,8 @@ def check_precision(run: RunConfig) -> Iterator[Fault]:
         yield from _layers(run, precision.recipe)
         yield from _whole_blocks(run, precision.recipe)
     yield from _too_few_bits(run)
+    yield from _masters(run)
+    yield from _loss_scale(run)
 
 
 def _too_few_bits(run: RunConfig) -> Iterator[Fault]:
@@ -46,14 +50,78 @@ def _too_few_bits(run: RunConfig) -> Iterator[Fault]:
             works="float32, or precision.compute=bfloat16",
         )
     for name, beta in (("beta1", optimizer.beta1), ("beta2", optimizer.beta2)):
-        if precision.moments == "bfloat16" and 1 - _LEAST_DECAY < beta < 1:
+        least = _LEAST_DECAY.get(precision.moments, {}).get(name, 0.0)
+        if 1 - least < beta < 1:
+            rounded = f"precision.moments={precision.moments}, which rounds to {_MOMENT_BITS[precision.moments]} bits"
             yield Fault(
                 code="precision.moments-decay",
                 setting=f"optimizer.{name}",
                 value=beta,
-                rule="keeps so much of a moment each step that precision.moments=bfloat16, which rounds to 8 bits, would not let it decay",
-                works=f"{1 - _LEAST_DECAY:.3f} or less, or precision.moments=float32",
+                rule=f"keeps so much of a moment each step that {rounded}, would not let it decay",
+                works=f"{math.floor((1 - least) * 10000) / 10000:g} or less, or precision.moments=float32",
             )
+
+
+def _masters(run: RunConfig) -> Iterator[Fault]:
+    """Masters that have nothing to lie beside, or lie where they are needed."""
+    precision = run.precision
+    remainder = {
+        "precision.remainder-compute": (
+            precision.compute != "bfloat16",
+            f"keeps what a bfloat16 weight lacks of its float32 master, and precision.compute={precision.compute}",
+            "precision.compute=bfloat16",
+        ),
+        "precision.remainder-sharding": (
+            run.parallel.sharding == "fsdp",
+            "lies beside bfloat16 weights, and under parallel.sharding=fsdp a rank's shards are the float32 masters themselves",
+            "parallel.sharding=zero1",
+        ),
+        "precision.remainder-primary": (
+            precision.primary,
+            "lies beside bfloat16 weights, which precision.primary=true does without",
+            "precision.primary=false",
+        ),
+    }
+    for code, (wrong, rule, works) in remainder.items():
+        if precision.masters == "remainder" and wrong:
+            yield Fault(
+                code=code,
+                setting="precision.masters",
+                value=precision.masters,
+                rule=rule,
+                works=f"float32, or {works}",
+            )
+    if precision.primary and run.memory.optimizer_offload > 0:
+        yield Fault(
+            code="precision.primary-offload",
+            setting="memory.optimizer_offload",
+            value=run.memory.optimizer_offload,
+            rule="keeps masters in host memory, and precision.primary=true makes its weights from all of them on the device",
+            works="0, or precision.primary=false",
+        )
+
+
+def _loss_scale(run: RunConfig) -> Iterator[Fault]:
+    """A factor that nothing would use, or that would round."""
+    scale = run.precision.loss_scale
+    if scale is None:
+        return
+    if run.precision.compute != "float16":
+        yield Fault(
+            code="precision.loss-scale-compute",
+            setting="precision.loss_scale",
+            value=scale,
+            rule=f"is for float16 gradients, and precision.compute={run.precision.compute}",
+            works="none, or precision.compute=float16",
+        )
+    elif not (0 < scale < math.inf and math.frexp(scale)[0] == 0.5):
+        yield Fault(
+            code="precision.loss-scale-power",
+            setting="precision.loss_scale",
+            value=scale,
+            rule="must be a power of two, which multiplies without rounding",
+            works="65536.0, or none",
+        )
 
 
 def _declaration(recipe: Recipe) -> Iterator[Fault]:

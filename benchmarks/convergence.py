@@ -11,7 +11,6 @@ loss. Ends with code 1 where a recipe is further from bfloat16 than LIMIT, or di
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import shutil
 import subprocess
@@ -64,7 +63,7 @@ class Row:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train what is missing, print the table, draw the picture."""
     options = _options(arguments)
-    folders = {name: options.out / name for name in (BASELINE, *options.recipes)}
+    folders = {name: options.out.resolve() / name for name in (BASELINE, *options.recipes)}
     ran = [name for name, folder in folders.items() if train(name, folder, options.steps)]
     if BASELINE not in ran:
         print(f"{BASELINE} did not run, so there is nothing to compare with.", file=sys.stderr)
@@ -95,10 +94,9 @@ def train(name: str, folder: Path, steps: int) -> bool:
     if holds_run(folder):
         shutil.rmtree(folder)
     print(f"{name}: {steps} steps …", file=sys.stderr, flush=True)
-    path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
     done = subprocess.run(
         [sys.executable, "-m", "launch.cli", *command(name, folder, steps)],
-        env={**os.environ, "PYTHONPATH": path},
+        cwd=REPOSITORY,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -44,7 +44,9 @@ def draw_precision(steps: Steps, folder: Path) -> tuple[Picture, ...]:
         _scales(panels["scales"], told[-1]["precision"])
         for axes in (panels["layers"], panels["steps"]):
             axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=None))
-            axes.set_ylim(0, None)
+            # above the data, which may be a flat line
+            highest = max((float(np.nanmax(line.get_ydata(), initial=0.0)) for line in axes.lines), default=0.0)
+            axes.set_ylim(0, 1.25 * highest or None)
         panels["layers"].legend(ncols=len(OPERANDS))
     return (Picture(path=path, title="Precision", caption=CAPTION),)
 

@@ -3,6 +3,8 @@
 import json
 import math
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -208,3 +210,16 @@ def test_a_file_that_cannot_be_written_is_refused_its_kind_before_anything_is_re
     assert "x.txt: is no kind of page or picture that can be written. Works: .html, .png, .svg, .pdf." in str(
         found.exception
     )
+
+
+def test_comparing_needs_no_torch_and_a_page_of_it_neither(tmp_path: Path) -> None:
+    a, b = a_run(tmp_path / "a", [3.0]), a_run(tmp_path / "b", [2.0])
+    code = (
+        "import sys\nfrom launch.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit as end: assert not end.code, end.code\n"
+        "assert not {'torch'} & set(sys.modules)"
+    )
+    out = tmp_path / "page.html"
+    subprocess.run([sys.executable, "-c", code, "compare", str(a), str(b), "--out", str(out)], check=True)
+    assert out.exists()

@@ -27,6 +27,8 @@ from launch.comparison import Comparison, Measured, compare, disagreements, read
 from launch.folder import SUMMARY_FILE, holds_run, read_json, read_run
 
 BASELINE = "bfloat16"
+# The same training without any recipe, in another dtype: how far two runs come apart that differ in rounding alone, whatever is rounded.
+CONTROL = "float32"
 LIMIT = 0.02
 STEPS = 300
 # The tiny model's own widths are whole blocks of every recipe. Half its layers and half its tokens a step let six runs fit into 15 minutes on two
@@ -63,7 +65,7 @@ class Row:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train what is missing, print the table, draw the picture."""
     options = _options(arguments)
-    folders = {name: options.out.resolve() / name for name in (BASELINE, *options.recipes)}
+    folders = {name: options.out.resolve() / name for name in (BASELINE, CONTROL, *options.recipes)}
     ran = [name for name, folder in folders.items() if train(name, folder, options.steps)]
     if BASELINE not in ran:
         print(f"{BASELINE} did not run, so there is nothing to compare with.", file=sys.stderr)
@@ -80,10 +82,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def command(name: str, folder: Path, steps: int) -> list[str]:
-    """What is typed to train under recipe `name`, or without one under BASELINE."""
-    settings = [*SETTINGS, f"precision.recipe={'none' if name == BASELINE else name}"]
+    """What is typed to train under recipe `name`, or without one in the dtype of BASELINE or CONTROL."""
+    plain = name in (BASELINE, CONTROL)
+    settings = [*SETTINGS, f"precision.recipe={'none' if plain else name}"]
+    dtype = name if plain else BASELINE
     chosen = [text for setting in settings for text in ("--set", setting)]
-    return ["mixtral", "--hw", "cpu", "--steps", str(steps), "--dtype", "bfloat16", "--out", str(folder), *chosen]
+    return ["mixtral", "--hw", "cpu", "--steps", str(steps), "--dtype", dtype, "--out", str(folder), *chosen]
 
 
 def train(name: str, folder: Path, steps: int) -> bool:
@@ -127,7 +131,6 @@ def compared(folders: Sequence[Path]) -> tuple[tuple[Measured, ...], Comparison]
 
 def table_rows(comparison: Comparison, folders: dict[str, Path]) -> list[Row]:
     """A row for the baseline and every recipe, also for those that did not run."""
-    first = comparison.outcomes[0]
     apart = disagreements(comparison, LIMIT)
     found = {run.folder: run for run in comparison.outcomes}
     rows = []
@@ -144,7 +147,8 @@ def table_rows(comparison: Comparison, folders: dict[str, Path]) -> list[Row]:
                 validation=run.validation,
                 validation_difference=run.validation_difference,
                 seconds=read_json(folder / SUMMARY_FILE).get("seconds"),
-                within=run is first or not any(sentence.startswith(f"{run.name}: ") for sentence in apart),
+                within=name in (BASELINE, CONTROL)
+                or not any(sentence.startswith(f"{run.name}: ") for sentence in apart),
             )
         )
     return rows
@@ -167,7 +171,7 @@ def markdown(rows: Sequence[Row], steps: int) -> str:
             "" if base else f"{row.difference:+.4f}",
             "-" if row.validation is None else f"{row.validation:.4f}",
             "" if base or row.validation_difference is None else f"{row.validation_difference:+.4f}",
-            "" if base else "yes" if row.within else "no",
+            "" if row.name in (BASELINE, CONTROL) else "yes" if row.within else "no",
             "-" if row.seconds is None else f"{row.seconds:,.0f}",
         )
         lines.append(f"| {' | '.join(cells)} |")

@@ -40,6 +40,7 @@ def a_run(out: Path, name: str, losses: list[float | None], ended: str = "finish
 
 def test_the_table_says_who_is_within_the_limit_and_who_did_not_run(tmp_path: Path) -> None:
     names = {BASELINE: [3.0] * 20, "fp8_current": [9.0] * 18 + [3.015] * 2, "mxfp8": [3.0] * 19 + [None]}
+    names["float32"] = [3.5] * 20
     names["fp8_blockwise"] = [3.0] * 18 + [2.97] * 2
     folders = {name: a_run(tmp_path, name, losses) for name, losses in names.items()}
     _, comparison = compared(list(folders.values()))
@@ -49,6 +50,7 @@ def test_the_table_says_who_is_within_the_limit_and_who_did_not_run(tmp_path: Pa
         "| bfloat16 | 3.0000 |  | 3.0000 |  |  | 61 |",
         "| fp8_current | 3.0150 | +0.0150 | 3.0150 | +0.0150 | yes | 61 |",
         "| mxfp8 | nan | +nan | nan | +nan | no | 61 |",
+        "| float32 | 3.5000 | +0.5000 | 3.5000 | +0.5000 |  | 61 |",
         "| fp8_blockwise | 2.9700 | -0.0300 | 2.9700 | -0.0300 | no | 61 |",
         "| nvfp4 | did not run | | | | no | |",
     ]

@@ -65,7 +65,7 @@ class AdamW:
     and a moment could only grow, is refused (core/check/precision.py).
 
     In float16, with 11 bits, u = 2**-11 for the first moment and, as the second is kept as its root, 2**-10 for that: a quarter of
-    bfloat16's losses, typically 0.2 % of the second moment, and beta2 = 0.999 still decays.
+    bfloat16's losses, typically 0.14 % of the second moment, and beta2 = 0.999 still decays.
 
     In float8, with 4 bits, neighbours are 1/16 to 1/8 apart. Stochastic rounding has no bias, so what it loses does not add up but
     fades: one rounding moves a root by 3.6 % (root of the mean square over all mantissas), the second moment by twice that, and the

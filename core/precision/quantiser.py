@@ -19,6 +19,7 @@ from core.precision.formats import Quantised, is_symmetric, quantise
 from core.precision.grouped import Grouped, quantise_grouped, quantise_grouped_columns
 from core.precision.hadamard import POINTS, hadamard
 from core.precision.history import AmaxHistory, Role
+from core.precision.imagined import imagined, imagined_rows
 from core.precision.operands import format_of
 from core.precision.primary import PrimaryWeight
 from core.precision.products import ProductsBackend
@@ -52,13 +53,19 @@ class Quantiser:
 
     def rows(self, x_RS: Tensor, operand: Operand, role: Role) -> Quantised:
         """x [..., R, S], blocks along S."""
+        if x_RS.is_meta:
+            return imagined(x_RS.shape, format_of(operand), x_RS.device)
         noise = self._noise(x_RS, f"{role}.rows") if operand.stochastic else None
         return self._quantised(x_RS, operand, role, noise)
 
     def columns(self, x_SR: Tensor, operand: Operand, role: Role) -> Quantised:
         """The transpose of x [..., S, R]: [..., R, S], blocks along S; a rotation fills S up to whole groups with zeros."""
-        if operand.hadamard and x_SR.shape[-2] % POINTS:
-            x_SR = F.pad(x_SR, (0, 0, 0, -x_SR.shape[-2] % POINTS))
+        more = -x_SR.shape[-2] % POINTS if operand.hadamard else 0
+        if x_SR.is_meta:
+            *front, summed, rows = x_SR.shape
+            return imagined((*front, rows, summed + more), format_of(operand), x_SR.device)
+        if more:
+            x_SR = F.pad(x_SR, (0, 0, 0, more))
         # Of the rows of tokens, not of features: a token has the same neighbours under no two mappings.
         noise = self._noise(x_SR, f"{role}.columns").mT if operand.stochastic else None
         return self._quantised(x_SR.mT.contiguous(), operand, role, noise)
@@ -73,6 +80,9 @@ class Quantiser:
 
     def rows_of_experts(self, x_RS: Tensor, counts_E: Tensor, operand: Operand, role: Role) -> Grouped:
         """Rows sorted by expert, blocks along S."""
+        if x_RS.is_meta:
+            rows, summed = x_RS.shape
+            return imagined_rows((rows, summed), counts_E, format_of(operand), 0, x_RS.device)
         noise = self._noise(x_RS, f"{role}.rows") if operand.stochastic else None
         turned = hadamard(x_RS, self.signs) if operand.hadamard else x_RS
         made = quantise_grouped(
@@ -84,6 +94,9 @@ class Quantiser:
 
     def columns_of_experts(self, x_RS: Tensor, counts_E: Tensor, operand: Operand, role: Role) -> Grouped:
         """The transpose of rows sorted by expert: [S, R], blocks along R, in whole blocks of an expert's own."""
+        if x_RS.is_meta:
+            summed, rows = x_RS.shape
+            return imagined_rows((rows, summed), counts_E, format_of(operand), 1, x_RS.device)
         noise = self._noise(x_RS, f"{role}.columns").mT if operand.stochastic else None
         turned = hadamard(x_RS.mT.contiguous(), self.signs).mT if operand.hadamard else x_RS
         made = quantise_grouped_columns(

@@ -30,7 +30,7 @@ def book(run: RunConfig, memory: QuickMemory) -> dict[str, Any]:
     profile = find_profile(run.hardware)
     plain = replace(run, memory=replace(run.memory, recompute=()))
     options = _options(run, layout)
-    names = recomputable(run.model)
+    names, kinds = recomputable(run.model), memory.kinds(run.precision.recipe)
 
     def at(parallel: ParallelConfig, again: tuple[RecomputeName, ...] = ()) -> dict[str, Load]:
         return memory.loads(replace(plain, parallel=parallel, memory=replace(plain.memory, recompute=again)))
@@ -44,7 +44,7 @@ def book(run: RunConfig, memory: QuickMemory) -> dict[str, Any]:
     }
     whole = {tp: at(replace(p, tp=tp), ("full",)).get("ahead and its layer") for tp in options["tp"]}
     trade = {cp: cp if p.cp_alltoall > 1 else 1 for cp in options["cp"]}
-    experts = [f"layer {kind}" for kind in range(len(memory.kinds))]
+    experts = [f"layer {kind}" for kind in range(len(kinds.all))]
     mesh = fold(p, run.ranks)
     return {
         "ranks": run.ranks,
@@ -55,7 +55,8 @@ def book(run: RunConfig, memory: QuickMemory) -> dict[str, Any]:
         "onHost": run.memory.optimizer_offload,
         "tied": run.model.tied_embeddings,
         "planned": _planned(run, layout, mesh.dense.size("dp")),
-        "kinds": list(memory.numbers),
+        "kinds": list(kinds.of),
+        "aheadKind": kinds.ahead,
         "bytes": _bytes(run),
         "stream": memory.stream(p),
         "turns": memory.turns(p),
@@ -65,7 +66,10 @@ def book(run: RunConfig, memory: QuickMemory) -> dict[str, Any]:
         "recompute": changes,
         "wholeAhead": {tp: _numbers(load) for tp, load in whole.items() if load is not None},
         "recomputable": list(names),
-        "elements": {tp: {name: asdict(held) for name, held in memory.elements(tp).items()} for tp in options["tp"]},
+        "elements": {
+            tp: {name: asdict(held) for name, held in memory.elements(tp, run.precision.recipe).items()}
+            for tp in options["tp"]
+        },
         "options": options,
         "layouts": {pp: {vpp: _layout(run, pp, vpp, layout) for vpp in _chunks(run, pp)} for pp in options["pp"]},
     }

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 import torch
 
 from core.config.memory import MemoryConfig, OffloadName
-from core.config.precision import PrecisionConfig
 from launch.plan.survivors import Piece
 from launch.plan.trace import PieceTrace
 
@@ -35,11 +34,14 @@ class Load:
         return Load(**{name: here + round(times * (high - low)) for (name, here), high, low in both})
 
 
-def load_of(trace: PieceTrace, precision: PrecisionConfig, memory: MemoryConfig) -> Load:
-    """A piece under a recipe and with offloading: both are declared and not built yet, and planned by the rules below."""
-    on_device = sum(recipe_bytes(piece, precision) for piece in trace.kept)
-    parted = [piece for piece in trace.kept if _offloaded(piece, memory.offload)]
-    away = sum(recipe_bytes(piece, precision) for piece in parted)
+# Operands of a recipe: elements and their scales. (Four-bit elements lie two to a byte.)
+_LOW = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.uint8)
+
+
+def load_of(trace: PieceTrace, memory: MemoryConfig) -> Load:
+    """A piece with offloading, which is declared and not built yet, and planned by the rule below."""
+    on_device = trace.kept_bytes
+    away = sum(piece.num_bytes for piece in trace.kept if _offloaded(piece, memory.offload))
     stream = trace.stream_bytes if trace.keeps_input else 0
     if stream and "attn_norm" in memory.offload and _in_layer(trace):
         away, stream = away + stream, 0
@@ -55,28 +57,15 @@ def load_of(trace: PieceTrace, precision: PrecisionConfig, memory: MemoryConfig)
     )
 
 
-def recipe_bytes(piece: Piece, precision: PrecisionConfig) -> int:
-    """What a kept piece takes under a recipe of fewer bits: operands of products in layers are kept as the products read them.
-
-    One byte an element, half a byte of four bits, and the scales: one byte in 32 (mxfp8), four in 128 (blockwise), one in 16 (nvfp4).
-    What attention or a norm needs, and all of router, head and embedding, stays in the format it is computed in.
-    """
-    inside = piece.module.startswith(("layers.", "mtp."))
-    plain = precision.recipe is None or not piece.in_product or piece.of_attention != ""
-    if plain or piece.dtype != torch.bfloat16 or not inside or ".router" in piece.module:
-        return piece.num_bytes
-    operand = precision.recipe.weight_gradient.input if precision.recipe is not None else None
-    each = piece.dtype.itemsize if operand is None else operand.num_bytes
-    return round(piece.num_bytes / piece.dtype.itemsize * each)
-
-
 def _offloaded(piece: Piece, names: Sequence[OffloadName]) -> bool:
     """Whether a kept piece is the input of a part that is named; the input of the first norm is that of the whole layer."""
     words = piece.module.split(".")
     # A layer takes what no module of its own takes: the sum behind attention, and rows on their way to the experts.
     layer, last = len(words) == 2 and words[0] == "layers", words[-1]
     found: OffloadName | None = None
-    if not piece.dtype.is_floating_point or piece.shape[-1:] == (1,):
+    if piece.dtype in _LOW:
+        found = _low_operand(words)
+    elif not piece.dtype.is_floating_point or piece.shape[-1:] == (1,):
         found = None
     elif piece.of_attention == "operand":
         found = "core_attn"
@@ -89,6 +78,13 @@ def _offloaded(piece: Piece, names: Sequence[OffloadName]) -> bool:
     elif last == "experts" and not piece.in_product:
         found = "moe_act"
     return found is not None and found in names
+
+
+def _low_operand(words: Sequence[str]) -> OffloadName | None:
+    """Of which named part an operand in low precision is the input: the module that keeps it multiplies it."""
+    if words[-1] == "experts":
+        return "expert_fc1"
+    return "attn_proj" if words[-2:] == ["attention", "output"] else None
 
 
 def _in_layer(trace: PieceTrace) -> bool:

@@ -39,8 +39,8 @@ def plan_memory(run: RunConfig) -> tuple[RankMemory, ...]:
 class MemoryPlanner:
     """Plans the memory of runs; what was traced for one run is known for all others.
 
-    A layer of experts is traced for each tp, cp, ep, etp, dispatcher, microbatch, compute format and recomputation that it meets;
-    everything else not even for each ep, etp and dispatcher. pp, vpp, dp, layout, schedule, sharding, recipe, formats of gradients and
+    A layer of experts is traced for each tp, cp, ep, etp, dispatcher, microbatch, compute format, recipe and recomputation that it
+    meets; everything else not even for each ep, etp and dispatcher. pp, vpp, dp, layout, schedule, sharding, formats of gradients and
     moments, and offloading cost no trace.
     """
 
@@ -87,7 +87,7 @@ class MemoryPlanner:
         moments = tuple(states(place.actions(rank), place.layout.virtual))
         turns = takes_turns(run.parallel)
         balanced = worst = fullest_of(moments, _parts(place, pieces, rank, hot=False), turns=turns)
-        if any(isinstance(layer.mlp, MoE) for layer in pieces.kinds) and run.parallel.ep > 1:
+        if any(isinstance(kind.layer.mlp, MoE) for kind in pieces.kinds.all) and run.parallel.ep > 1:
             hot = fullest_of(moments, _parts(place, pieces, rank, hot=True), turns=turns)
             worst = max(balanced, hot, key=lambda each: each.total)
         away = round(resident.optimizer * run.memory.optimizer_offload)
@@ -106,7 +106,7 @@ class MemoryPlanner:
     def _resident(self, place: Place, pieces: RankPieces, rank: int) -> Resident:
         run = place.run
         parts, tied, dtype = place.parts(rank), run.model.tied_embeddings, FLOATS[run.precision.compute]
-        named = held_names(parts, pieces.experts.entries, pieces.numbers, tied)
+        named = held_names(parts, pieces.experts.entries, pieces.kinds, tied)
         if run.parallel.sharding == "zero1":
             return zero1(named, place.groups(rank), dtype, run.precision)
         gathers = gathers_of(parts, tied, len(run.model.mtp_layers()))

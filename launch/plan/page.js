@@ -51,7 +51,7 @@ function piecesOf(stage, whole) {
   }
   for (let d = 0; d < stage.ahead; d++) {
     found.push([whole ? "ahead and its layer" : "ahead", found.length > 0]);
-    if (!whole) found.push(["layer " + book.kinds[book.kinds.length - 1], false]);
+    if (!whole) found.push(["layer " + book.aheadKind, false]);
   }
   if (stage.loss) found.push(["loss", found.length > 0]);
   return found;

@@ -9,13 +9,13 @@ from core.config.architecture import Dense, Layer, ModelConfig, MoE
 from core.config.run import RunConfig
 from core.pipeline.layout import Part
 from launch.plan.load import Load, load_of
-from launch.plan.trace import PieceTrace, Setting, Tracer, kind_numbers, kinds_of, setting_of
+from launch.plan.trace import Kinds, PieceTrace, Setting, Tracer, kinds_of, setting_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlacedTrace:
     """A piece in a part. own_input: whether its input is memory of its own, unlike what the part receives and what another piece has
-    counted. kind: of a layer of experts, by its place among `kinds_of`. loss: of the head."""
+    counted. kind: of a layer of experts, by its place among `Kinds.all`. loss: of the head."""
 
     trace: PieceTrace
     own_input: bool
@@ -33,7 +33,7 @@ class Traces:
     def of(self, run: RunConfig, rank: int) -> RankPieces:
         """Of one rank."""
         setting = setting_of(run, rank)
-        return RankPieces(run=run, setting=setting, traces=self, kinds=kinds_of(run.model))
+        return RankPieces(run=run, setting=setting, traces=self, kinds=kinds_of(run.model, run.precision.recipe))
 
     def tracer(self, setting: Setting) -> Tracer:
         """The tracer of a setting."""
@@ -48,9 +48,9 @@ class Traces:
         """
         hot = replace(setting, hot=True)
         if _limited(setting, kind):
-            return load_of(self.tracer(hot).layer(kind, final=False), run.precision, run.memory)
+            return load_of(self.tracer(hot).layer(kind, final=False), run.memory)
         here, most = _rows(setting, kind)
-        balanced = load_of(self.tracer(setting).layer(kind, final=False), run.precision, run.memory)
+        balanced = load_of(self.tracer(setting).layer(kind, final=False), run.memory)
         if most == here:
             return balanced
         key = _without_ep(setting), kind
@@ -58,7 +58,7 @@ class Traces:
             pair = (self.tracer(each).layer(kind, final=False) for each in (setting, hot))
             self._growth[key] = (*pair, most - here)  # type: ignore[assignment]
         few, many, rows = self._growth[key]
-        low, high = (load_of(each, run.precision, run.memory) for each in (few, many))
+        low, high = (load_of(each, run.memory) for each in (few, many))
         return balanced.plus(high, low, (most - here) / rows)
 
 
@@ -69,13 +69,8 @@ class RankPieces:
     run: RunConfig
     setting: Setting
     traces: Traces
-    kinds: tuple[Layer, ...]
+    kinds: Kinds
     _loads: dict[tuple[int, bool], Load] = field(default_factory=dict, compare=False)
-
-    @cached_property
-    def numbers(self) -> tuple[int, ...]:
-        """The kind of every layer."""
-        return kind_numbers(self.run.model)
 
     @cached_property
     def shared(self) -> Tracer:
@@ -93,7 +88,7 @@ class RankPieces:
         if part.embedding:
             found.append(PlacedTrace(trace=self.shared.embedding, own_input=False))
         for i in part.layers:
-            found.append(self.layer(self.numbers[i], own_input=bool(found)))
+            found.append(self.layer(self.kinds.of[i], own_input=bool(found)))
             if i == len(self.run.model.layers) - 1:
                 found.append(PlacedTrace(trace=self.final_norm, own_input=True))
         for _ in part.ahead:
@@ -109,13 +104,13 @@ class RankPieces:
             if hot and placed.kind is not None:
                 self._loads[key] = self.traces.hot_load(self.setting, placed.kind, self.run)
             else:
-                self._loads[key] = load_of(placed.trace, self.run.precision, self.run.memory)
+                self._loads[key] = load_of(placed.trace, self.run.memory)
         return self._loads[key]
 
     @cached_property
     def final_norm(self) -> PieceTrace:
         """The norm behind the last layer: what a last layer does beyond one of its kind."""
-        last = self.numbers[-1]
+        last = self.kinds.of[-1]
         final, plain = self.shared.layer(last, final=True), self.shared.layer(last, final=False)
         own = tuple(piece for piece in final.kept if piece.module == "final_norm")
         more = final.kept_bytes - plain.kept_bytes - sum(piece.num_bytes for piece in own)
@@ -124,8 +119,8 @@ class RankPieces:
     @cached_property
     def around_ahead(self) -> PieceTrace:
         """A prediction module without its layer."""
-        whole, last = self.shared.ahead, self.numbers[-1]
-        layer = self.shared.layer(last, final=False)
+        whole = self.shared.ahead
+        layer = self.shared.layer(self._ahead_kind, final=False)
         sent = {
             axis: (there - layer.sent.get(axis, (0, 0))[0], back - layer.sent.get(axis, (0, 0))[1])
             for axis, (there, back) in whole.sent.items()
@@ -151,12 +146,17 @@ class RankPieces:
         # The layer's input is kept by what stands around it.
         return [
             PlacedTrace(trace=self.around_ahead, own_input=own_input),
-            self.layer(self.numbers[-1], own_input=False),
+            self.layer(self._ahead_kind, own_input=False),
         ]
 
+    @property
+    def _ahead_kind(self) -> int:
+        assert self.kinds.ahead is not None, "a model with prediction modules"
+        return self.kinds.ahead
+
     def layer(self, kind: int, *, own_input: bool) -> PlacedTrace:
-        """A layer of a kind, by its place among `kinds`."""
-        if isinstance(self.kinds[kind].mlp, Dense):
+        """A layer of a kind, by its place among `Kinds.all`."""
+        if isinstance(self.kinds.all[kind].layer.mlp, Dense):
             return PlacedTrace(trace=self.shared.layer(kind, final=False), own_input=own_input)
         return PlacedTrace(trace=self.experts.layer(kind, final=False), own_input=own_input, kind=kind)
 

@@ -16,6 +16,7 @@ from core.config.architecture import MoE
 from core.config.mapping import ParallelConfig, ScheduleName
 from core.config.memory import RecomputeName
 from core.config.precision import BYTES, PrecisionConfig
+from core.config.recipe import Recipe
 from core.config.run import RunConfig
 from core.optim.buckets import BUCKET_BYTES
 from core.parallel.mesh import fold
@@ -26,7 +27,7 @@ from launch.plan.load import Load, PartLoad, PlacedPiece, load_of, part_load
 from launch.plan.moments import Fullest, State, enough, fullest_of, states, takes_turns
 from launch.plan.pieces import RankPieces, Traces
 from launch.plan.result import MemoryParts, RankMemory
-from launch.plan.trace import PieceTrace, kind_numbers, kinds_of
+from launch.plan.trace import Kinds, PieceTrace, kinds_of
 
 # Attention that is made again keeps the queries, keys and values that it begins with, which would otherwise be made again too.
 TOGETHER: tuple[RecomputeName, ...] = ("core_attn", "mla_up_proj")
@@ -57,12 +58,17 @@ class QuickMemory:
         plain = replace(run.memory, recompute=(), offload=())
         self._run = replace(run, memory=plain, train=replace(run.train, microbatch=1))
         self._traces = traces or Traces()
-        self.kinds = kinds_of(run.model)
-        self.numbers = kind_numbers(run.model)
-        self._pieces: dict[tuple[ParallelConfig, tuple[RecomputeName, ...]], dict[str, PieceTrace]] = {}
-        self._turns: dict[ParallelConfig, int] = {}
+        self._pieces: dict[tuple[object, ...], dict[str, PieceTrace]] = {}
+        self._common: dict[ParallelConfig, tuple[int, int]] = {}
         self._loads: dict[tuple[object, ...], dict[str, Load]] = {}
-        self._elements: dict[int, dict[str, Elements]] = {}
+        self._elements: dict[tuple[int, Recipe | None], dict[str, Elements]] = {}
+        self._kinds: dict[Recipe | None, Kinds] = {}
+
+    def kinds(self, recipe: Recipe | None) -> Kinds:
+        """The different layers of the model."""
+        if recipe not in self._kinds:
+            self._kinds[recipe] = kinds_of(self._run.model, recipe)
+        return self._kinds[recipe]
 
     def of(self, run: RunConfig) -> tuple[RankMemory, ...]:
         """As MemoryPlanner.of; `worst` repeats `balanced`, and every place is its first rank."""
@@ -85,44 +91,50 @@ class QuickMemory:
 
     def loads(self, run: RunConfig) -> dict[str, Load]:
         """What each piece of the model keeps and needs of a microbatch of one sequence."""
-        p, precision, memory = run.parallel, run.precision, run.memory
-        key = (self._traceable(p), precision.recipe, memory.recompute, memory.offload)
+        p, recipe, memory = run.parallel, run.precision.recipe, run.memory
+        key = (self._traceable(p), recipe, memory.recompute, memory.offload)
         if key not in self._loads:
-            found = {name: load_of(each, precision, memory) for name, each in self._traced(p, ()).items()}
+            found = {name: load_of(each, memory) for name, each in self._traced(p, recipe, ()).items()}
             own = self._run.parallel
             like = replace(own, tp=p.tp, cp=p.cp, cp_alltoall=p.cp_alltoall, schedule=p.schedule)
             for parts in units(memory.recompute):
-                before, after = self._traced(like, ()), self._traced(like, parts)
+                before, after = (self._traced(like, recipe, again) for again in ((), parts))
                 for name, load in found.items():
                     if name not in after:
                         continue
-                    low, high = (load_of(each[name], precision, memory) for each in (before, after))
+                    low, high = (load_of(each[name], memory) for each in (before, after))
                     found[name] = _not_negative(load.plus(high, low, 1.0))
                 if "ahead and its layer" in after:
                     # A prediction module is then made again as a whole: one piece.
-                    found["ahead and its layer"] = load_of(after["ahead and its layer"], precision, memory)
+                    found["ahead and its layer"] = load_of(after["ahead and its layer"], memory)
             self._loads[key] = found
         return self._loads[key]
 
     def stream(self, p: ParallelConfig) -> int:
         """Bytes of one stream of hidden states of a microbatch of one sequence."""
-        return self._traced(p, ())["embedding"].stream_bytes
+        return self._whatever(p)[0]
 
     def turns(self, p: ParallelConfig) -> int:
         """Bytes of the angles of rotary embeddings, likewise."""
-        self._traced(p, ())
-        return self._turns[self._traceable(p)]
+        return self._whatever(p)[1]
+
+    def _whatever(self, p: ParallelConfig) -> tuple[int, int]:
+        """Bytes of a stream and of the angles: whatever the recipe, and so of one that is traced already."""
+        mapping = self._traceable(p)
+        if mapping not in self._common:
+            self._traced(p, self._run.precision.recipe, ())
+        return self._common[mapping]
 
     def _parts(self, run: RunConfig, parts: Sequence[Part]) -> dict[Part, PartLoad]:
         """Every stage; those that hold as much of everything are counted once."""
         p, sequences = run.parallel, run.train.microbatch
         loads = {name: _times(load, sequences) for name, load in self.loads(run).items()}
         stream, turns = self.stream(p) * sequences, self.turns(p) * sequences
-        whole = "full" in run.memory.recompute
+        kinds, whole = self.kinds(run.precision.recipe), "full" in run.memory.recompute
         known: dict[tuple[object, ...], PartLoad] = {}
         found, before = {}, 1
         for part in parts:
-            names = tuple(self.named(part, whole=whole))
+            names = tuple(self.named(part, kinds, whole=whole))
             key = (names, before, len(part.ahead), part.embedding, part.loss)
             if key not in known:
                 placed = [PlacedPiece(load=loads[name], own_input=own, loss=name == "loss") for name, own in names]
@@ -136,33 +148,36 @@ class QuickMemory:
             before += len(part.ahead)
         return found
 
-    def named(self, part: Part, *, whole: bool) -> Iterator[tuple[str, bool]]:
+    def named(self, part: Part, kinds: Kinds, *, whole: bool) -> Iterator[tuple[str, bool]]:
         """The pieces of a stage by name, and whether their input is memory of their own. whole: prediction modules are one piece."""
         layers, count = self._run.model.layers, 0
         if part.embedding:
             yield "embedding", False
         for i in part.layers:
-            yield f"layer {self.numbers[i]}", part.embedding or count > 0
+            yield f"layer {kinds.of[i]}", part.embedding or count > 0
             count += 1
             if i == len(layers) - 1:
                 yield "final norm", True
         for _ in part.ahead:
             yield ("ahead and its layer" if whole else "ahead"), part.embedding or count > 0
             if not whole:
-                yield f"layer {self.numbers[-1]}", False
+                yield f"layer {kinds.ahead}", False
             count += 1
         if part.loss:
             yield "loss", part.embedding or count > 0
 
-    def _traced(self, p: ParallelConfig, recompute: tuple[RecomputeName, ...]) -> dict[str, PieceTrace]:
+    def _traced(
+        self, p: ParallelConfig, recipe: Recipe | None, recompute: tuple[RecomputeName, ...]
+    ) -> dict[str, PieceTrace]:
         """Every piece by name; with recomputed parts, those that they may change."""
-        key = (self._traceable(p), recompute)
+        mapping = self._traceable(p)
+        key = (mapping, recipe, recompute)
         if key not in self._pieces:
-            pieces = self._at(p, recompute)
+            pieces = self._at(p, recipe, recompute)
             found = {}
-            for kind, layer in enumerate(self.kinds):
-                tracer = pieces.experts if isinstance(layer.mlp, MoE) else pieces.shared
-                found[f"layer {kind}"] = tracer.layer(kind, final=False)
+            for number, kind in enumerate(self.kinds(recipe).all):
+                tracer = pieces.experts if isinstance(kind.layer.mlp, MoE) else pieces.shared
+                found[f"layer {number}"] = tracer.layer(number, final=False)
             if not recompute:
                 found |= {"embedding": pieces.shared.embedding, "loss": pieces.shared.loss}
                 found["final norm"] = pieces.final_norm
@@ -171,14 +186,20 @@ class QuickMemory:
             elif self._run.model.predict_ahead and recompute in ((), ("layernorm",)):
                 found["ahead"] = pieces.around_ahead
             self._pieces[key] = found
-            self._turns[key[0]] = pieces.shared.turn_bytes
+            self._common[mapping] = pieces.shared.embedding.stream_bytes, pieces.shared.turn_bytes
         return self._pieces[key]
 
-    def _at(self, p: ParallelConfig, recompute: tuple[RecomputeName, ...]) -> RankPieces:
+    def _at(self, p: ParallelConfig, recipe: Recipe | None, recompute: tuple[RecomputeName, ...]) -> RankPieces:
         """The first rank of the mapping with some replicas: what they sum up is the same for any number of them."""
         ranks = 2 * lcm(p.ep * p.etp, p.tp * p.cp)
-        memory = replace(self._run.memory, recompute=recompute)
-        return self._traces.of(replace(self._run, parallel=self._traceable(p), ranks=ranks, memory=memory), 0)
+        run = replace(
+            self._run,
+            parallel=self._traceable(p),
+            ranks=ranks,
+            memory=replace(self._run.memory, recompute=recompute),
+            precision=replace(self._run.precision, recipe=recipe),
+        )
+        return self._traces.of(run, 0)
 
     def _traceable(self, p: ParallelConfig) -> ParallelConfig:
         """What traces depend on of a mapping: everything inside a stage, and whether weight gradients are put off."""
@@ -190,23 +211,24 @@ class QuickMemory:
 
     # ---------------------------------------------------------------------------------------------------- residents
 
-    def elements(self, tp: int) -> dict[str, Elements]:
+    def elements(self, tp: int, recipe: Recipe | None) -> dict[str, Elements]:
         """What a rank of tp holds, by owner: embedding, head, final norm, layers by kind, prediction modules."""
-        if tp not in self._elements:
+        key = (tp, recipe)
+        if key not in self._elements:
             own = self._run.parallel
-            entries = self._at(replace(own, tp=tp), ()).experts.entries
+            entries = self._at(replace(own, tp=tp), recipe, ()).experts.entries
             whole = own.ep * own.etp
-            self._elements[tp] = _by_owner(entries, whole)
-        return self._elements[tp]
+            self._elements[key] = _by_owner(entries, whole)
+        return self._elements[key]
 
-    def owners(self, parts: Iterable[Part]) -> Iterator[str]:
+    def owners(self, parts: Iterable[Part], kinds: Kinds) -> Iterator[str]:
         """The owners on a pipeline rank, each as often as it is there."""
         model, parts = self._run.model, tuple(parts)
         if any(part.embedding or part.ahead or (part.loss and model.tied_embeddings) for part in parts):
             yield "embedding"
         for part in parts:
             for i in part.layers:
-                yield f"layers.{self.numbers[i]}"
+                yield f"layers.{kinds.of[i]}"
                 if i == len(model.layers) - 1:
                     yield "final_norm"
             yield from (f"mtp.{d}" for d in part.ahead)
@@ -215,8 +237,8 @@ class QuickMemory:
 
     def _memory(self, run: RunConfig, parts: Sequence[Part], fullest: Fullest) -> MemoryParts:
         p, precision, mesh = run.parallel, run.precision, fold(run.parallel, run.ranks)
-        table = self.elements(p.tp)
-        owners = [table[name] for name in self.owners(parts)]
+        table = self.elements(p.tp, precision.recipe)
+        owners = [table[name] for name in self.owners(parts, self.kinds(precision.recipe))]
         copies = mesh.dense.size("dp") * p.cp, mesh.expert.size("edp")
         spread = p.ep * p.etp
         dense, experts = sum(e.dense for e in owners), sum(e.experts for e in owners) / spread

@@ -18,6 +18,7 @@ from core.optim.fsdp import MOST_PADDING
 from core.parallel.groups import Group, Groups
 from core.pipeline.layout import Part
 from core.state.inventory import Entry, replicas
+from launch.plan.trace import Kinds
 
 Named = tuple[str, Entry]
 
@@ -40,10 +41,10 @@ class Resident:
     sent_by_units: Mapping[str, int]
 
 
-def held_names(parts: Sequence[Part], entries: Mapping[str, Entry], kinds: Sequence[int], tied: bool) -> list[Named]:
+def held_names(parts: Sequence[Part], entries: Mapping[str, Entry], kinds: Kinds, tied: bool) -> list[Named]:
     """The tensors of a stage in module order, by name, each with the entry of the one that it is like.
 
-    entries: of a model with one layer of each kind and the last one once more (launch/plan/trace.py). kinds: of every layer.
+    entries: of a model with one layer of each kind and the last one once more (launch/plan/trace.py).
     """
     by_owner: dict[str, list[Named]] = {}
     for name, entry in entries.items():
@@ -55,8 +56,8 @@ def held_names(parts: Sequence[Part], entries: Mapping[str, Entry], kinds: Seque
     if any(part.embedding or part.ahead or (part.loss and tied) for part in parts):
         found += [(f"embedding.{rest}", entry) for rest, entry in by_owner["embedding"]]
     for i in layers:
-        found += [(f"layers.{i}.{rest}", entry) for rest, entry in by_owner[f"layers.{kinds[i]}"]]
-    if layers and layers[-1] == len(kinds) - 1:
+        found += [(f"layers.{i}.{rest}", entry) for rest, entry in by_owner[f"layers.{kinds.of[i]}"]]
+    if layers and layers[-1] == len(kinds.of) - 1:
         found += [(f"final_norm.{rest}", entry) for rest, entry in by_owner["final_norm"]]
     for d in ahead:
         found += [(f"mtp.{d}.{rest}", entry) for rest, entry in by_owner[f"mtp.{d}"]]

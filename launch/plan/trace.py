@@ -24,6 +24,8 @@ from core.config.architecture import Capacity, Layer, ModelConfig, MoE
 from core.config.mapping import DispatcherName, ParallelConfig
 from core.config.memory import MemoryConfig, RecomputeName
 from core.config.precision import ComputeName
+from core.config.products import products, quantised_products
+from core.config.recipe import Recipe
 from core.config.run import RunConfig
 from core.moe.dispatch.protocol import experts_per_rank
 from core.moe.workload import Workload
@@ -31,8 +33,10 @@ from core.parallel.fake import plan_world
 from core.parallel.groups import Groups
 from core.parallel.mesh import fold
 from core.parallel.meter import Meter
+from core.precision.imagined import Imagined
 from core.state.inventory import Entry, declared
 from core.transformer.context import BalanceInputs, BatchPosition, Prescription, TokenBatch, Totals
+from core.transformer.quantise import quantisers
 from core.transformer.stage import Stage, build_model
 from launch.plan.survivors import Piece, Watch
 
@@ -82,7 +86,8 @@ class PieceTrace:
 @dataclass(frozen=True, kw_only=True)
 class Setting:
     """All that a trace depends on: a model with one layer of each kind and the last one once more, its mapping without pp and with
-    no more dp than the experts need, and the microbatch. hot: every token goes to this rank's experts before others."""
+    no more dp than the experts need, and the microbatch. recipe: of that model, naming everything that it does not take. hot: every
+    token goes to this rank's experts before others."""
 
     model: ModelConfig
     parallel: ParallelConfig
@@ -90,25 +95,75 @@ class Setting:
     rank: int
     lengths: tuple[int, ...]
     compute: ComputeName
+    recipe: Recipe | None
     recompute: tuple[RecomputeName, ...]
     hot: bool
 
 
-def kinds_of(model: ModelConfig) -> tuple[Layer, ...]:
-    """The different layers of a model, in order of appearance."""
-    return tuple(dict.fromkeys(model.layers))
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """Layers that are alike. high: the names inside them of products that a recipe leaves in the run's dtype."""
+
+    layer: Layer
+    high: tuple[str, ...] = ()
 
 
-def kind_numbers(model: ModelConfig) -> tuple[int, ...]:
-    """The kind of every layer, by its place among `kinds_of`."""
-    kinds = {layer: kind for kind, layer in enumerate(kinds_of(model))}
-    return tuple(kinds[layer] for layer in model.layers)
+@dataclass(frozen=True, kw_only=True)
+class Kinds:
+    """The different layers of a model under a recipe, those of prediction modules too, in order of appearance.
+
+    of: the kind of every layer by its place among `all`. ahead: that of prediction modules' layers; patterns of a recipe that tell one
+    module from another are not told apart.
+    """
+
+    all: tuple[Kind, ...]
+    of: tuple[int, ...]
+    ahead: int | None
+
+    @property
+    def last(self) -> Kind:
+        """That of the last layer."""
+        return self.all[self.of[-1]]
+
+
+def kinds_of(model: ModelConfig, recipe: Recipe | None = None) -> Kinds:
+    """What of a model has to be traced."""
+    high = _high(model, recipe)
+    kinds = {path: Kind(layer=layer, high=_inside(path, high)) for path, layer in model.all_layers()}
+    numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds.values()))}
+    return Kinds(
+        all=tuple(numbers),
+        of=tuple(numbers[kinds[f"layers.{i}"]] for i in range(len(model.layers))),
+        ahead=numbers[kinds["mtp.0.layer"]] if model.predict_ahead else None,
+    )
+
+
+def _high(model: ModelConfig, recipe: Recipe | None) -> tuple[str, ...]:
+    """The products that a recipe leaves alone."""
+    if recipe is None:
+        return ()
+    taken = {product.name for product in quantised_products(recipe, model)}
+    return tuple(product.name for product in products(model) if product.name not in taken)
+
+
+def _inside(path: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name.removeprefix(f"{path}.") for name in names if name.startswith(f"{path}."))
 
 
 def kinds_by_path(model: ModelConfig) -> dict[str, str]:
-    """For every layer by canonical name the first that is like it, by its place among `kinds_of`."""
-    kinds = {layer: f"layers.{kind}" for kind, layer in enumerate(kinds_of(model))}
-    return {path: kinds[layer] for path, layer in model.all_layers()}
+    """For every layer by canonical name the first one with the same declaration."""
+    first = {layer: f"layers.{i}" for i, layer in reversed(tuple(enumerate(model.layers)))}
+    return {path: first[layer] for path, layer in model.all_layers()}
+
+
+def _traced_recipe(model: ModelConfig, recipe: Recipe | None, kinds: Kinds) -> Recipe | None:
+    """The recipe of the model that is traced, in which every layer has its kind's number, and the last one a number more."""
+    if recipe is None:
+        return None
+    high = [name for name in _high(model, recipe) if name.startswith("mtp.")]
+    for i, kind in enumerate((*kinds.all, kinds.last)):
+        high += [f"layers.{i}.{name}" for name in kind.high]
+    return replace(recipe, high=tuple(high), high_first=0, high_last=0)
 
 
 def setting_of(run: RunConfig, rank: int, *, hot: bool = False) -> Setting:
@@ -119,7 +174,8 @@ def setting_of(run: RunConfig, rank: int, *, hot: bool = False) -> Setting:
     # Balance over the global batch sums over dp, whose number of ranks only scales what is sent: one other stands for all.
     shown = math.lcm(dense, expert) // dense
     shown = 2 * shown if shown == 1 and dp > 1 else shown
-    layers = tuple(map(_traceable, (*kinds_of(model), model.layers[-1])))
+    kinds = kinds_of(model, run.precision.recipe)
+    layers = tuple(_traceable(kind.layer) for kind in (*kinds.all, kinds.last))
     ahead = model.predict_ahead.depth if model.predict_ahead else 0
     return Setting(
         model=replace(model, layers=layers),
@@ -137,6 +193,7 @@ def setting_of(run: RunConfig, rank: int, *, hot: bool = False) -> Setting:
         rank=rank % (dense * shown),
         lengths=(run.train.sequence_tokens,) * run.train.microbatch,
         compute=run.precision.compute,
+        recipe=_traced_recipe(model, run.precision.recipe, kinds),
         recompute=run.memory.recompute,
         hot=hot,
     )
@@ -202,7 +259,17 @@ class Tracer:
         )
         self.groups = world.groups(setting.rank)
         memory, dtype = MemoryConfig(recompute=setting.recompute), FLOATS[setting.compute]
-        self.stage = build_model(model, groups=self.groups, parallel=p, memory=memory, dtype=dtype, device="meta")
+        self.stage = build_model(
+            model,
+            groups=self.groups,
+            parallel=p,
+            memory=memory,
+            recipe=setting.recipe,
+            dtype=dtype,
+            device="meta",
+        )
+        for quantiser in quantisers(self.stage):
+            quantiser.backend = Imagined()
         self.batch = _batch(setting, self.groups)
         self._known: dict[int, PieceTrace] = {}
         for parameter in self.stage.parameters():
@@ -215,7 +282,7 @@ class Tracer:
         return self._piece(0)
 
     def layer(self, kind: int, *, final: bool) -> PieceTrace:
-        """Of a decoder layer by its place among `kinds_of`; final: with the norm behind the last one."""
+        """Of a decoder layer by its place among `Kinds.all`; final: with the norm behind the last one."""
         return self._piece(len(self.setting.model.layers) if final else 1 + kind)
 
     @property

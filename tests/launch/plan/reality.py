@@ -29,7 +29,7 @@ from core.training.work import train_microbatches
 from core.transformer.context import BalanceInputs, TokenBatch, Totals
 from core.transformer.stage import PartOutput, Stage, build_model
 from launch.plan.survivors import Watch
-from launch.plan.trace import FLOATS, Alike, kinds_by_path, kinds_of
+from launch.plan.trace import FLOATS, Alike, kinds_by_path
 from tests.core.tiny import batch_of
 
 
@@ -74,7 +74,14 @@ def measure(rank: int, world: int, run: RunConfig) -> Measured:
     stages = layout.embedding_stages(run.model.tied_embeddings)
     groups = groups_for(run.parallel, embedding_stages=stages, meter=meter)
     dtype = FLOATS[run.precision.compute]
-    model = build_model(run.model, groups=groups, parallel=run.parallel, memory=run.memory, dtype=dtype)
+    model = build_model(
+        run.model,
+        groups=groups,
+        parallel=run.parallel,
+        memory=run.memory,
+        recipe=run.precision.recipe,
+        dtype=dtype,
+    )
     initialise(model, 7)
     batch = batch_for(run, groups)
     # Before FSDP shards it: what waits does not depend on where parameters are.
@@ -92,7 +99,7 @@ def measure(rank: int, world: int, run: RunConfig) -> Measured:
 def batch_for(run: RunConfig, groups: Groups) -> TokenBatch:
     """One microbatch of full sequences."""
     model, lengths = run.model, [run.train.sequence_tokens] * run.train.microbatch
-    layers = {f"layers.{i}": layer.mlp for i, layer in enumerate(kinds_of(model)) if isinstance(layer.mlp, MoE)}
+    layers = {f"layers.{i}": layer.mlp for i, layer in enumerate(model.layers) if isinstance(layer.mlp, MoE)}
     workload = Workload(name="balanced", seed=0, step=0, first=0, layers=layers, ep=run.parallel.ep)
     ids = torch.arange(sum(lengths)) % model.vocab
     plain = batch_of(ids.tolist(), ids.roll(-1).tolist(), lengths, groups)

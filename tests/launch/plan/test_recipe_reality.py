@@ -1,0 +1,108 @@
+"""The memory plan of runs under recipes of fewer bits, against real ranks: what every part of them keeps, holds and sends."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from core.config.mapping import ParallelConfig
+from core.config.memory import MemoryConfig
+from core.config.precision import PrecisionConfig
+from core.config.recipe import MXFP8, NVFP4, RECIPES, InputGradient, Recipe, WeightGradient
+from core.config.run import RunConfig
+from launch.plan.memory import MemoryPlanner
+from tests.launch.plan.reality import measure
+from tests.launch.plan.runs import tiny_run
+from tests.ranks import Ranks
+
+# Sums of counts that a step's report makes, and of delayed scaling's histories, which the plan leaves out.
+REPORTS = ("world", "dp")
+PLAIN = replace(
+    MXFP8,
+    name="forward alone",
+    input_gradient=InputGradient(gradient=None, weight=None),
+    weight_gradient=WeightGradient(gradient=None, input=None),
+)
+PARTLY = replace(
+    NVFP4,
+    name="partly",
+    high=("layers.*.attention.*", "mtp.*.mlp.experts.down", "layers.1.mlp.experts.gate_up"),
+    high_first=1,
+)
+CASES: dict[str, tuple[Recipe, str, ParallelConfig, int, MemoryConfig]] = {
+    "delayed, experts on ranks": (
+        RECIPES["fp8_delayed"],
+        "deepseek",
+        ParallelConfig(pp=2, ep=2),
+        4,
+        MemoryConfig(),
+    ),
+    "current, tokens cut": (
+        RECIPES["fp8_current"],
+        "qwen3",
+        ParallelConfig(tp=2, cp=2, ep=2, dispatcher="allgather"),
+        4,
+        MemoryConfig(),
+    ),
+    "blockwise, experts cut": (
+        RECIPES["fp8_blockwise"],
+        "mixtral",
+        ParallelConfig(tp=2, etp=2),
+        2,
+        MemoryConfig(recompute=("core_attn", "moe_act")),
+    ),
+    "mxfp8, whole shards": (
+        RECIPES["mxfp8"],
+        "qwen3",
+        ParallelConfig(ep=2, sharding="fsdp", dispatcher="flex"),
+        2,
+        MemoryConfig(),
+    ),
+    "mxfp8, everything again": (
+        RECIPES["mxfp8"],
+        "deepseek",
+        ParallelConfig(pp=2, vpp=2, ep=2),
+        4,
+        MemoryConfig(recompute=("full",)),
+    ),
+    "nvfp4, halved backwards": (
+        RECIPES["nvfp4"],
+        "deepseek",
+        ParallelConfig(tp=2, pp=2, schedule="zero_bubble"),
+        4,
+        MemoryConfig(recompute=("mla_up_proj", "mlp")),
+    ),
+    "some layers alone": (PARTLY, "deepseek", ParallelConfig(ep=2), 2, MemoryConfig()),
+    "last layer high": (replace(MXFP8, high_last=1), "deepseek", ParallelConfig(pp=2), 2, MemoryConfig()),
+    "forward alone": (PLAIN, "mixtral", ParallelConfig(ep=2), 2, MemoryConfig()),
+}
+
+
+@pytest.fixture(scope="module")
+def planner() -> MemoryPlanner:
+    return MemoryPlanner()
+
+
+def _run(name: str) -> RunConfig:
+    recipe, model, parallel, ranks, memory = CASES[name]
+    return tiny_run(model, parallel, ranks, memory, PrecisionConfig(recipe=recipe))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_rank_holds_keeps_and_sends_under_a_recipe_what_its_plan_says(
+    name: str, ranks: Ranks, planner: MemoryPlanner
+) -> None:
+    run = _run(name)
+    for rank, measured in enumerate(ranks.run(measure, run.ranks, run)):
+        resident = planner.resident(run, rank)
+        held = (measured.parameters, measured.gradients, measured.optimizer)
+        assert held == (resident.parameters, resident.gradients, resident.optimizer), rank
+        planned = [part.activations + part.logits for part in planner.parts(run, rank)]
+        assert planned == pytest.approx(measured.kept, rel=0.02), rank
+        counted = {axis: count for axis, count in measured.sent.items() if axis not in REPORTS}
+        assert planner.traffic(run, rank) == pytest.approx(counted, rel=0.02), rank
+
+
+def test_the_cases_meet_every_recipe() -> None:
+    assert {recipe.name for recipe, *_ in CASES.values()} >= set(RECIPES)

@@ -6,12 +6,13 @@ token once to each rank or node, by the number of distinct ones that its experts
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import comb
 
 from core.config.architecture import GQA, Attention, Dense, Layer, MoE, TopK
 from core.config.memory import RecomputeName
+from core.config.recipe import Recipe
 from core.config.run import RunConfig
 from core.parallel.mesh import fold
 from launch.plan.work import Share
@@ -87,15 +88,19 @@ class Exchange:
     recomputed: tuple[RecomputeName, ...] = ()
 
 
-def layer_exchanges(layer: Layer, run: RunConfig, share: Share, links: Links) -> Iterator[Exchange]:
-    """Everything that a layer exchanges for one microbatch."""
+def layer_exchanges(
+    layer: Layer, run: RunConfig, share: Share, links: Links, high: Sequence[str] = ()
+) -> Iterator[Exchange]:
+    """Everything that a layer exchanges for one microbatch. high: the names inside it of weights that a recipe leaves alone."""
     yield from _attention(layer.attention, run, share, links)
     if isinstance(layer.mlp, Dense):
         yield from over_tp("mlp", 2 * share.hidden, share, links, "mlp")
         return
     if layer.mlp.shared is not None:
         yield from over_tp("shared experts", 2 * share.hidden, share, links, "moe", "shared_experts")
-    yield from _experts(layer.mlp, run, share, links)
+    recipe = run.precision.recipe
+    there = recipe if recipe is not None and "mlp.experts.gate_up" not in high else None
+    yield from _experts(layer.mlp, run, share, links, _narrowed(there, share))
 
 
 def over_tp(purpose: str, width: float, share: Share, links: Links, *by: RecomputeName) -> Iterator[Exchange]:
@@ -139,21 +144,30 @@ def _attention(a: Attention, run: RunConfig, share: Share, links: Links) -> Iter
         )
 
 
-def _experts(moe: MoE, run: RunConfig, share: Share, links: Links) -> Iterator[Exchange]:
-    """Dispatch and combine; the gradient of one is the other."""
+def _narrowed(recipe: Recipe | None, share: Share) -> float:
+    """What is left of the bytes of rows on their way to experts, where they travel as the forward's input is rounded."""
+    if recipe is None or not recipe.dispatch or recipe.forward.input is None:
+        return 1.0
+    return recipe.forward.input.num_bytes / share.element
+
+
+def _experts(moe: MoE, run: RunConfig, share: Share, links: Links, narrowed: float) -> Iterator[Exchange]:
+    """Dispatch and combine; the gradient of one is the other. narrowed: of the dispatch forward, whose gradient comes back as it is."""
     parallel, width = run.parallel, moe.routed_width(share.hidden)
     by: tuple[RecomputeName, ...] = ("full", "moe")
     if parallel.etp > 1 and parallel.dispatcher != "allgather" and parallel.ep > 1:
         rows = (parallel.etp - 1) * share.moved(moe.top_k * width)
         each = (rows, rows / links.rate("etp"))
-        for purpose in ("dispatch", "combine"):
-            yield Exchange(axis="etp", purpose=purpose, forward=each, backward=each, recomputed=by)
+        there = (narrowed * each[0], narrowed * each[1])
+        for purpose, ahead in (("dispatch", there), ("combine", each)):
+            yield Exchange(axis="etp", purpose=purpose, forward=ahead, backward=each, recomputed=by)
     if parallel.ep * parallel.etp == 1:
         return
     axis = "ep" if parallel.ep > 1 else "etp"
     each = dispatched(moe, run, share, links)
+    there = (narrowed * each[0], narrowed * each[1])
     begun = "shared" if parallel.dispatcher == "alltoall" and moe.shared is not None else None
-    yield Exchange(axis=axis, purpose="dispatch", forward=each, backward=each, hidden_by=begun, recomputed=by)
+    yield Exchange(axis=axis, purpose="dispatch", forward=there, backward=each, hidden_by=begun, recomputed=by)
     yield Exchange(axis=axis, purpose="combine", forward=each, backward=each, recomputed=by)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from core.config.precision import BYTES
 from core.config.run import RunConfig
 from core.pipeline.layout import Part
 from launch.plan.communication import copied
@@ -70,7 +71,7 @@ def _parameter_bytes(run: RunConfig) -> float:
     precision = run.precision
     if precision.primary and precision.recipe is not None:
         return precision.recipe.bits / 8
-    return 2 if precision.compute == "bfloat16" else 4
+    return BYTES[precision.compute]
 
 
 def _update(numbers: float, pricing: Pricing) -> float:

@@ -8,8 +8,9 @@ from functools import cached_property
 from core.config.architecture import Dense, Layer, ModelConfig, MoE
 from core.config.run import RunConfig
 from core.pipeline.layout import Part
+from launch.plan.kinds import Kinds, kinds_of
 from launch.plan.load import Load, load_of
-from launch.plan.trace import Kinds, PieceTrace, Setting, Tracer, kinds_of, setting_of
+from launch.plan.trace import PieceTrace, Setting, Tracer, setting_of
 
 
 @dataclass(frozen=True, kw_only=True)

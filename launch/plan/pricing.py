@@ -4,16 +4,18 @@ hardware. Products, attention and streaming follow one another on a device; exch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import log2
 from typing import NamedTuple
 
 from core.config.architecture import Layer, MoE
 from core.config.execution import GraphName
+from core.config.recipe import BITS, Operand
 from core.config.run import RunConfig
 from core.pipeline.layout import Part
 from launch.plan.communication import Exchange, Links, layer_exchanges, over_tp
+from launch.plan.kinds import Kind, Kinds, kinds_of
 from launch.plan.work import Share, Work, ahead_work, embedding_work, layer_work, loss_work, offloaded
 from launch.profiles import Chip, Profile, Speeds
 
@@ -88,6 +90,7 @@ class Pricing:
     speeds: Speeds
     share: Share
     links: Links
+    kinds: Kinds
 
     @staticmethod
     def of(run: RunConfig, profile: Profile) -> Pricing:
@@ -98,17 +101,41 @@ class Pricing:
         if recipe is not None and not profile.chip.has(recipe):
             raise ValueError(f"{profile.name} has no {recipe.name}")
         links = Links.of(run, profile.fabric)
-        return Pricing(run=run, chip=profile.chip, speeds=profile.speeds, share=Share.of(run), links=links)
+        return Pricing(
+            run=run,
+            chip=profile.chip,
+            speeds=profile.speeds,
+            share=Share.of(run),
+            links=links,
+            kinds=kinds_of(run.model, recipe),
+        )
 
-    def _rates(self) -> tuple[float, float]:
-        """FLOP a second of products that a recipe quantises, and of others."""
-        precision, chip = self.run.precision, self.chip
-        plain = (chip.bfloat16 if precision.compute == "bfloat16" else chip.float32) * self.speeds.products
-        if precision.recipe is None:
-            return plain, plain
-        peak = chip.fp4 if precision.recipe.bits == 4 else chip.fp8
+    @property
+    def _plain(self) -> float:
+        """FLOP a second of products in the run's dtype."""
+        chip, narrow = self.chip, self.run.precision.compute != "float32"
+        return (chip.bfloat16 if narrow else chip.float32) * self.speeds.products
+
+    def _rate(self, sides: Iterable[Operand | None]) -> float:
+        """FLOP a second of products of two such operands: as fast as the wider one allows."""
+        bits = max(16 if side is None else BITS[side.element] for side in sides)
+        if bits == 16:
+            return self._plain
+        peak = self.chip.fp4 if bits == 4 else self.chip.fp8
         assert peak is not None, "a chip has the peak of its recipes"
-        return peak * self.speeds.low_products, plain
+        return peak * self.speeds.low_products
+
+    def _products(self, work: Work) -> tuple[float, float]:
+        """Seconds of the products of a part, forward and backward: those that the recipe takes, each at its own rate, and the others."""
+        recipe = self.run.precision.recipe
+        plain = (work.plain + (work.products if recipe is None else 0.0)) / self._plain
+        if recipe is None or not work.products:
+            return plain, 2 * plain
+        forward, of_input, of_weight = (
+            work.products / self._rate(vars(each).values())
+            for each in (recipe.forward, recipe.input_gradient, recipe.weight_gradient)
+        )
+        return plain + forward, 2 * plain + of_input + of_weight
 
     def _attention_rate(self, which: int) -> float:
         """FLOP a second, between what was measured at 4,096 and at 16,384 tokens and level beyond."""
@@ -118,10 +145,10 @@ class Pricing:
 
     def forward(self, work: Work) -> Cost:
         """One forward of a part."""
-        quantised, plain = self._rates()
-        operand = self.share.quantised / 2 if self.share.quantised and work.products else self.share.element
+        low = work.low if self.share.quantised else 0.0
+        operand = low * self.share.quantised / 2 + (1 - low) * self.share.element
         return Cost(
-            products=work.products / quantised + work.plain / plain,
+            products=self._products(work)[0],
             attention=work.attention / self._attention_rate(0),
             streaming=(self.speeds.streamed * work.streamed + operand * work.weights) / self.chip.memory_bandwidth,
         )
@@ -133,7 +160,7 @@ class Pricing:
         again = ahead if set(work.recomputed) & set(self.run.memory.recompute) else Cost()
         passing = self.speeds.streamed * work.streamed / self.chip.memory_bandwidth
         own = Cost(
-            products=2 * ahead.products,
+            products=self._products(work)[1],
             attention=_ATTENTION_BACKWARD * work.attention / self._attention_rate(1),
             streaming=ahead.streaming + passing + gradients / self.chip.memory_bandwidth,
         )
@@ -175,25 +202,27 @@ class Pricing:
         host = launches * self.speeds.launch_seconds * (self.speeds.combined_launches if together else 1.0)
         return added((cost, Cost(launches=max(0.0, host - cost.total), offload=link)))
 
-    def layer(self, layer: Layer) -> Passes:
+    def layer(self, kind: Kind) -> Passes:
         """One layer."""
+        layer = kind.layer
         return self.passes(
-            layer_work(layer, self.share),
-            layer_exchanges(layer, self.run, self.share, self.links),
+            layer_work(layer, self.share, kind.high),
+            layer_exchanges(layer, self.run, self.share, self.links, kind.high),
             launched(layer, self.run.execution.graphs),
             offloaded(layer, self.run.memory.offload, self.share),
         )
 
-    def part(self, part: Part, layer_passes: Callable[[Layer], Passes]) -> tuple[Passes, ...]:
-        """What a stage has: its passes, one after the other."""
-        model, share = self.run.model, self.share
-        found = [layer_passes(model.layers[i]) for i in part.layers]
+    def part(self, part: Part, priced: Sequence[Passes]) -> tuple[Passes, ...]:
+        """What a stage has: its passes, one after the other. priced: layers, by kind."""
+        model, share, kinds = self.run.model, self.share, self.kinds
+        found = [priced[kinds.of[i]] for i in part.layers]
         if part.embedding:
             crossing = over_tp("embedding", share.hidden, share, self.links)
             found.append(self.passes((embedding_work(share),), crossing, 0, 0))
-        for module in part.ahead:
-            found.append(layer_passes(model.mtp_layers()[module]))
-            found.append(self.passes(ahead_work(share), (), 0, 0))
+        for _ in part.ahead:
+            assert kinds.ahead is not None, "a model with prediction modules"
+            found.append(priced[kinds.ahead])
+            found.append(self.passes(ahead_work(share, low=kinds.projection), (), 0, 0))
         if part.loss:  # of the model and of every module
             for _ in range(1 + len(model.mtp_layers())):
                 crossing = over_tp("head", share.hidden, share, self.links)

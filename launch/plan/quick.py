@@ -23,11 +23,12 @@ from core.parallel.mesh import fold
 from core.pipeline.layout import Part, layout_of
 from core.pipeline.schedule import make_schedule
 from core.state.inventory import Entry
+from launch.plan.kinds import Kinds, kinds_of
 from launch.plan.load import Load, PartLoad, PlacedPiece, load_of, part_load
 from launch.plan.moments import Fullest, State, enough, fullest_of, states, takes_turns
 from launch.plan.pieces import RankPieces, Traces
 from launch.plan.result import MemoryParts, RankMemory
-from launch.plan.trace import Kinds, PieceTrace, kinds_of
+from launch.plan.trace import PieceTrace
 
 # Attention that is made again keeps the queries, keys and values that it begins with, which would otherwise be made again too.
 TOGETHER: tuple[RecomputeName, ...] = ("core_attn", "mla_up_proj")

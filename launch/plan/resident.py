@@ -18,7 +18,7 @@ from core.optim.fsdp import MOST_PADDING
 from core.parallel.groups import Group, Groups
 from core.pipeline.layout import Part
 from core.state.inventory import Entry, replicas
-from launch.plan.trace import Kinds
+from launch.plan.kinds import Kinds
 
 Named = tuple[str, Entry]
 

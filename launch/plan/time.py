@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from core.config.architecture import Layer
 from core.config.flops import flops_per_token
 from core.config.run import RunConfig
 from core.pipeline.layout import Layout, layout_of, part_text
@@ -87,21 +86,16 @@ def _check_batch(run: RunConfig) -> None:
 
 
 def _parts(layout: Layout, pricing: Pricing) -> list[Passes]:
-    """What every stage costs; layers declared alike are priced once."""
-    priced: dict[Layer, Passes] = {}
-
-    def of(layer: Layer) -> Passes:
-        if layer not in priced:
-            priced[layer] = pricing.layer(layer)
-        return priced[layer]
-
-    kinds: dict[object, Passes] = {}
+    """What every stage costs; layers that are alike are priced once."""
+    kinds = pricing.kinds
+    priced = [pricing.layer(kind) for kind in kinds.all]
+    known: dict[object, Passes] = {}
     found = []
     for part in layout.parts:
-        kind = (part.embedding, tuple(pricing.run.model.layers[i] for i in part.layers), len(part.ahead), part.loss)
-        if kind not in kinds:
-            kinds[kind] = added_passes(pricing.part(part, of))
-        found.append(kinds[kind])
+        key = (part.embedding, tuple(kinds.of[i] for i in part.layers), len(part.ahead), part.loss)
+        if key not in known:
+            known[key] = added_passes(pricing.part(part, priced))
+        found.append(known[key])
     return found
 
 

@@ -24,7 +24,6 @@ from core.config.architecture import Capacity, Layer, ModelConfig, MoE
 from core.config.mapping import DispatcherName, ParallelConfig
 from core.config.memory import MemoryConfig, RecomputeName
 from core.config.precision import ComputeName
-from core.config.products import products, quantised_products
 from core.config.recipe import Recipe
 from core.config.run import RunConfig
 from core.moe.dispatch.protocol import experts_per_rank
@@ -38,6 +37,7 @@ from core.state.inventory import Entry, declared
 from core.transformer.context import BalanceInputs, BatchPosition, Prescription, TokenBatch, Totals
 from core.transformer.quantise import quantisers
 from core.transformer.stage import Stage, build_model
+from launch.plan.kinds import Kinds, high_products, kinds_of
 from launch.plan.survivors import Piece, Watch
 
 FLOATS: dict[ComputeName, torch.dtype] = {
@@ -100,56 +100,6 @@ class Setting:
     hot: bool
 
 
-@dataclass(frozen=True, kw_only=True)
-class Kind:
-    """Layers that are alike. high: the names inside them of products that a recipe leaves in the run's dtype."""
-
-    layer: Layer
-    high: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kinds:
-    """The different layers of a model under a recipe, those of prediction modules too, in order of appearance.
-
-    of: the kind of every layer by its place among `all`. ahead: that of prediction modules' layers; patterns of a recipe that tell one
-    module from another are not told apart.
-    """
-
-    all: tuple[Kind, ...]
-    of: tuple[int, ...]
-    ahead: int | None
-
-    @property
-    def last(self) -> Kind:
-        """That of the last layer."""
-        return self.all[self.of[-1]]
-
-
-def kinds_of(model: ModelConfig, recipe: Recipe | None = None) -> Kinds:
-    """What of a model has to be traced."""
-    high = _high(model, recipe)
-    kinds = {path: Kind(layer=layer, high=_inside(path, high)) for path, layer in model.all_layers()}
-    numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds.values()))}
-    return Kinds(
-        all=tuple(numbers),
-        of=tuple(numbers[kinds[f"layers.{i}"]] for i in range(len(model.layers))),
-        ahead=numbers[kinds["mtp.0.layer"]] if model.predict_ahead else None,
-    )
-
-
-def _high(model: ModelConfig, recipe: Recipe | None) -> tuple[str, ...]:
-    """The products that a recipe leaves alone."""
-    if recipe is None:
-        return ()
-    taken = {product.name for product in quantised_products(recipe, model)}
-    return tuple(product.name for product in products(model) if product.name not in taken)
-
-
-def _inside(path: str, names: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(name.removeprefix(f"{path}.") for name in names if name.startswith(f"{path}."))
-
-
 def kinds_by_path(model: ModelConfig) -> dict[str, str]:
     """For every layer by canonical name the first one with the same declaration."""
     first = {layer: f"layers.{i}" for i, layer in reversed(tuple(enumerate(model.layers)))}
@@ -160,7 +110,7 @@ def _traced_recipe(model: ModelConfig, recipe: Recipe | None, kinds: Kinds) -> R
     """The recipe of the model that is traced, in which every layer has its kind's number, and the last one a number more."""
     if recipe is None:
         return None
-    high = [name for name in _high(model, recipe) if name.startswith("mtp.")]
+    high = [name for name in high_products(model, recipe) if name.startswith("mtp.")]
     for i, kind in enumerate((*kinds.all, kinds.last)):
         high += [f"layers.{i}.{name}" for name in kind.high]
     return replace(recipe, high=tuple(high), high_first=0, high_last=0)

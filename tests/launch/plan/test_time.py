@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import combinations
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from core.config.flops import flops_per_token
 from core.config.mapping import ParallelConfig
 from core.config.memory import MemoryConfig
 from core.config.precision import PrecisionConfig
-from core.config.recipe import RECIPES, RecipeName
+from core.config.recipe import RECIPES, Forward, RecipeName
 from core.config.run import CheckpointConfig, DataConfig, OptimizerConfig, RunConfig, TrainConfig
 from core.parallel.traffic import TrainingStep, expected_bytes
 from core.pipeline.layout import layout_of
@@ -109,6 +110,53 @@ def test_a_recipe_multiplies_layers_at_its_own_peak_and_logits_at_the_dtypes(rec
     assert plan_time(low, profile).step.seconds == pytest.approx(
         layers / (profile.chip.fp8 * speeds.low_products) + logits
     )
+
+
+@pytest.mark.parametrize(
+    ("changes", "low"),
+    [
+        ({"high_first": 1}, 1),
+        ({"high_first": 1, "high_last": 1}, 0),
+        ({"high": ("layers.1.*",)}, 1),
+        ({"forward": Forward(input=None, weight=None)}, 2 * 2 / 3),
+    ],
+    ids=str,
+)
+def test_products_that_a_recipe_leaves_alone_are_as_fast_as_without(changes: dict[str, Any], low: float) -> None:
+    """low: how many of two layers' products are multiplied in eight bits."""
+    run = run_of(model_of(*repeat(2, DENSE)))
+    recipe = replace(RECIPES["fp8_blockwise"], **changes)
+    profile = only(products=True)
+    mixed, all_low, none_low = (
+        plan_time(replace(run, precision=PrecisionConfig(compute="bfloat16", recipe=each)), profile).step.seconds
+        for each in (recipe, RECIPES["fp8_blockwise"], None)
+    )
+    assert mixed == pytest.approx(none_low - low / 2 * (none_low - all_low))
+
+
+def test_some_weights_of_a_product_may_stay_in_the_dtype() -> None:
+    run = run_of(model_of(*repeat(1, DENSE)))
+    recipe = replace(RECIPES["fp8_blockwise"], high=("layers.0.attention.query.weight", "layers.0.mlp.down"))
+    profile = only(products=True)
+    mixed, all_low, none_low = (
+        plan_time(replace(run, precision=PrecisionConfig(compute="bfloat16", recipe=each)), profile).step.seconds
+        for each in (recipe, RECIPES["fp8_blockwise"], None)
+    )
+    high = (64 * 32 + 8192) / (64 * (2 * 32 + 2 * 8) + 3 * 8192)
+    assert mixed == pytest.approx(all_low + high * (none_low - all_low))
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "flex"])
+def test_rows_that_travel_as_the_forward_rounds_them_halve_one_of_four_ways(dispatcher: str) -> None:
+    run = run_of(model_of(*repeat(2, ROUTED)), 16, ep=16, dispatcher=dispatcher)
+    sent = {}
+    for name, changes in (("plain", {"dispatch": False}), ("low", {"dispatch": True}), ("left", {"high_first": 1})):
+        recipe = replace(RECIPES["fp8_blockwise"], **({"dispatch": True} | changes))  # type: ignore[arg-type]
+        low = replace(run, precision=PrecisionConfig(compute="bfloat16", recipe=recipe))
+        sent[name] = {axis.axis: axis.sent_bytes for axis in plan_time(low, H100).communication}["ep"]
+    each = (1 + 4 / 128) / 2
+    assert sent["low"] == pytest.approx((3 + each) / 4 * sent["plain"])
+    assert sent["left"] == pytest.approx((7 + each) / 8 * sent["plain"])
 
 
 @pytest.mark.parametrize("dispatcher", ["alltoall", "hybridep", "deepep"])

@@ -25,6 +25,7 @@ from launch.hardware_rules import advice
 from launch.plan.communication import Links
 from launch.plan.result import Plan
 from launch.plan.text import plan_lines
+from launch.products_text import product_lines
 from launch.profiles import find_profile
 from launch.request import Planned
 
@@ -45,6 +46,7 @@ def describe(planned: Planned, plan: Plan, out: Path | None = None, variables: V
             *head_lines(planned, out),
             "",
             *plan_lines(planned.run, plan),
+            *_block("formats of products", product_lines(planned.run)),
             *_block(
                 "what would make it faster or safer", map(str, advice(planned.run, find_profile(planned.run.hardware)))
             ),

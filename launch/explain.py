@@ -14,6 +14,7 @@ from core.config.override import settings
 from core.config.run import RunConfig
 from core.errors import ConfigError, Fault
 from launch.describe import setting_text
+from launch.products_text import product_lines
 from launch.request import Planned
 
 
@@ -29,6 +30,8 @@ def explain(planned: Planned, key: str) -> str:
     if found is not None:
         owner, name = found
         lines += _declaration(owner, name)
+    if key == "precision.recipe":
+        lines += [f"  {line}" for line in product_lines(planned.run)]
     if planned.preset is not None:
         lines.append(f"  set-up   {planned.preset.name}, {planned.preset.status}: {planned.preset.source}")
         lines += [f"  note     {note}" for note in planned.preset.notes if _names(note, key)]

@@ -41,7 +41,6 @@ HYBRIDEP_NOTE = (
     "launcher) and 64 (for a small model on B200)."
 )
 DEEPEP_NOTE = "Processors for DeepEP: 20 by default; ModelZoo takes 24 on B200, and Bridge 16, by way of the setting that it has for HybridEP."
-EDGE_LAYERS_NOTE = "The source keeps the first and the last layer in bfloat16; no setting here asks for that."
 
 
 def low_moments(precision: PrecisionConfig) -> PrecisionConfig:

@@ -11,7 +11,6 @@ from core.config.small import CONTINUED_CPU, CONTINUED_GPU, TINY_CPU, TINY_GPU
 from core.config.tuned import (
     BF16,
     DEEPEP_NOTE,
-    EDGE_LAYERS_NOTE,
     FP8_ATTENTION_NOTE,
     FP8_CURRENT,
     FULL_GRAPH,
@@ -280,14 +279,12 @@ H100_FP8 = replace(
     precision=FP8_CURRENT,
     source=bridge("perf_recipes/qwen/h100/qwen3_moe.py", "qwen3_235b_a22b_pretrain_256gpu_h100_fp8cs_config"),
     figure=summary("26.04.01", 1712, 253),
-    notes=(EDGE_LAYERS_NOTE, *NOTES),
+    notes=NOTES,
 )
 H200_BF16 = replace(
     H100_BF16, hardware="h200", status="derived", figure=None, notes=(H200_NOTE, H100_NOTE, *NOTES, DEEPEP_NOTE)
 )
-H200_FP8 = replace(
-    H100_FP8, hardware="h200", status="derived", figure=None, notes=(H200_NOTE, EDGE_LAYERS_NOTE, *NOTES)
-)
+H200_FP8 = replace(H100_FP8, hardware="h200", status="derived", figure=None, notes=(H200_NOTE, *NOTES))
 A100_BF16 = replace(
     H100_BF16_ALLTOALL,
     name="bf16",
@@ -378,7 +375,7 @@ SMALL_H100_FP8 = replace(
     execution=ExecutionConfig(graphs=LAYER_GRAPHS, dispatcher_sms=32),
     source=bridge("perf_recipes/qwen/h100/qwen3_moe.py", "qwen3_30b_a3b_pretrain_16gpu_h100_fp8cs_config"),
     figure=summary("26.06", 8826, 203),
-    notes=(EDGE_LAYERS_NOTE, DISPATCHER_NOTE, RATES_NOTE, HYBRIDEP_NOTE),
+    notes=(DISPATCHER_NOTE, RATES_NOTE, HYBRIDEP_NOTE),
 )
 SMALL_H100_BF16_32 = replace(
     SMALL_H100_BF16,

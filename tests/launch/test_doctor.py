@@ -201,9 +201,9 @@ def test_the_verdict_is_said_last_and_what_is_not_of_the_machine_is_told_apart(
     assert not doctor(None, Request(hardware="h100"), probe=replace(HOPPER, gpus=(H100,), shared=0))
     assert capsys.readouterr().out.splitlines()[-1] == "--hw h100: missing GPUs, shared memory"
     on_cpus = Recorded(packages=PACKAGES, files=FILES | {"/proc/meminfo": "MemAvailable:   32000000 kB\n"})
-    assert doctor("mixtral", Request(hardware="cpu", settings=("precision.recipe=fp8_current",)), probe=on_cpus)
+    assert doctor("mixtral", Request(hardware="cpu", settings=("memory.offload=core_attn",)), probe=on_cpus)
     out = capsys.readouterr().out
-    assert "not of this machine: precision.recipe=fp8_current: can be planned and priced, and cannot run yet" in out
+    assert "not of this machine: memory.offload=core_attn: can be planned and priced, and cannot run yet" in out
     starved = replace(on_cpus, files=FILES | {"/proc/meminfo": "MemAvailable:   1000 kB\n"})
     assert not doctor("mixtral", Request(hardware="cpu"), probe=starved)
 

@@ -35,7 +35,9 @@ def test_a_plan_names_mapping_memory_stages_communication_time_and_what_cannot_s
         "milliseconds of one microbatch",
         "NVLink domain",
         "predicted step",
-        "precision.recipe=mxfp8: can be planned and priced, and cannot run yet",
+        "execution.graphs=attn,moe_router,moe_preprocess: can be planned and priced, and cannot run yet",
+        "formats of products",
+        "e4m3/mx · e4m3/mx",
         "NVLINK_DOMAIN_SIZE=72",
         "preset mxfp8",
     ):

@@ -15,6 +15,9 @@ MomentName = Literal["float32", "bfloat16", "float16", "float8"]
 MasterName = Literal["float32", "remainder"]
 # Of one number; without scales.
 BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "remainder": 2}
+# A moment of these formats has a scale of one byte for so many.
+SCALED_MOMENTS = ("float16", "float8")
+SCALE_ELEMENTS = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,3 +39,10 @@ class PrecisionConfig:
     masters: MasterName = "float32"
     loss_scale: float | None = None
     insight_interval: int = 50
+
+
+def state_bytes(precision: PrecisionConfig) -> float:
+    """Of what an optimizer keeps of one parameter besides it: a master where it is not float32 itself, and both moments with scales."""
+    master = 0 if precision.compute == "float32" else BYTES[precision.masters]
+    scales = 2 / SCALE_ELEMENTS if precision.moments in SCALED_MOMENTS else 0
+    return master + 2 * BYTES[precision.moments] + scales

@@ -8,8 +8,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from core.config.precision import SCALE_ELEMENTS
+
 # So many elements share a scale, and are never parted between host and device.
-BLOCK = 128
+BLOCK = SCALE_ELEMENTS
 Range = tuple[int, int]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from core.config.mapping import ParallelConfig
 from core.config.memory import RecomputeName
+from core.config.precision import state_bytes
 from core.config.run import RunConfig
 from core.optim.buckets import BUCKET_BYTES
 from core.parallel.mesh import fold
@@ -139,12 +140,11 @@ def _stage(part: Part) -> dict[str, Any]:
 def _bytes(run: RunConfig) -> dict[str, float]:
     """Of one parameter: the weight, what primary weights save of it, its gradient, its masters and moments; and of a bucket."""
     precision = run.precision
-    masters = 4 if precision.compute != "float32" else 0
     return {
         "element": BYTES[precision.compute],
         "saved": primary_saved(precision),
         "gradient": BYTES[precision.main_gradients],
-        "states": masters + 2 * BYTES[precision.moments],
+        "states": state_bytes(precision),
         "bucket": BUCKET_BYTES,
     }
 

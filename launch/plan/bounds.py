@@ -9,7 +9,7 @@ from core.config.architecture import GQA, Layer, ModelConfig, MoE
 from core.config.counts import count_parameters
 from core.config.flops import flops_per_token
 from core.config.mapping import PACKAGES
-from core.config.precision import BYTES
+from core.config.precision import BYTES, state_bytes
 from core.config.run import RunConfig
 from core.pipeline.layout import Part, layout_of
 from launch.plan.candidates import Setup
@@ -166,15 +166,17 @@ def leanest(run: RunConfig, fixed: frozenset[str], profile: Profile) -> Leanest:
     recipe = precision.recipe is not None or ("recipe" in free and bool(profile.chip and profile.chip.recipes))
     primary = low and recipe and (precision.primary or "primary" in free)
     gradients = "bfloat16" if low and "main_gradients" in free else precision.main_gradients
-    moments = "bfloat16" if low and "moments" in free else precision.moments
+    states = state_bytes(precision)
+    if low and "moments" in free:
+        states = min(states, state_bytes(replace(precision, moments="bfloat16")))
     on_host = run.memory.optimizer_offload if "memory.optimizer_offload" in fixed else 1.0
-    # A weight of four bits or eight, or of what is computed with; masters beside those that are not float32.
+    # A weight of four bits or eight, or of what is computed with.
     return Leanest(
         weight=(1.0 if precision.recipe is None else precision.recipe.bits / 8)
         if primary
         else BYTES[precision.compute],
         gradient=BYTES[gradients],
-        states=(1 - on_host) * ((4.0 if low else 0.0) + 2 * BYTES[moments]),
+        states=(1 - on_host) * states,
     )
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from core.config.precision import BYTES
+from core.config.precision import BYTES, state_bytes
 from core.config.run import RunConfig
 from core.pipeline.layout import Part
 from launch.plan.communication import copied
 from launch.plan.pricing import Passes, Pricing
-
-_MASTER = 4  # bytes of a float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +75,10 @@ def _parameter_bytes(run: RunConfig) -> float:
 def _update(numbers: float, pricing: Pricing) -> float:
     """Adam passes memory once: gradients are read; masters and both moments read and written; parameters written. States that wait in
     host memory come and go over its link, both ways at once."""
-    run = pricing.run
-    moment = 2 if run.precision.moments == "bfloat16" else 4
-    states = _MASTER + 2 * moment
-    passed = _gradient_bytes(run) + 2 * states + _parameter_bytes(run)
+    run, precision = pricing.run, pricing.run.precision
+    states = state_bytes(precision)
+    beside = BYTES["float32"] if precision.compute == "float32" else 0
+    read = _parameter_bytes(run) if precision.masters == "remainder" else 0
+    passed = _gradient_bytes(run) + 2 * (states + beside) + _parameter_bytes(run) + read
     moved = run.memory.optimizer_offload * states / pricing.chip.host_link
     return numbers * max(passed / pricing.chip.memory_bandwidth, moved)

@@ -90,7 +90,7 @@ class MemoryPlanner:
         if any(isinstance(kind.layer.mlp, MoE) for kind in pieces.kinds.all) and run.parallel.ep > 1:
             hot = fullest_of(moments, _parts(place, pieces, rank, hot=True), turns=turns)
             worst = max(balanced, hot, key=lambda each: each.total)
-        away = round(resident.optimizer * run.memory.optimizer_offload)
+        away = resident.on_host
         # One activation is received ahead, and one gradient may not have left yet.
         buffers = 2 * pieces.shared.embedding.stream_bytes if run.parallel.pp > 1 else 0
         needs = resident.gathered + buffers
@@ -108,9 +108,10 @@ class MemoryPlanner:
         parts, tied, dtype = place.parts(rank), run.model.tied_embeddings, FLOATS[run.precision.compute]
         named = held_names(parts, pieces.experts.entries, pieces.kinds, tied)
         if run.parallel.sharding == "zero1":
-            return zero1(named, place.groups(rank), dtype, run.precision)
+            return zero1(named, place.groups(rank), dtype, run.precision, run.memory.optimizer_offload)
         gathers = gathers_of(parts, tied, len(run.model.mtp_layers()))
-        return fsdp(named, place.groups(rank), dtype, run.precision, gathers)
+        away = run.memory.optimizer_offload
+        return fsdp(named, place.groups(rank), dtype, run.precision, gathers, away)
 
 
 def _parts(place: Place, pieces: RankPieces, rank: int, *, hot: bool) -> tuple[PartLoad, ...]:

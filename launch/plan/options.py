@@ -73,18 +73,18 @@ def memory_moves(setup: Setup, run: RunConfig) -> Iterator[Move]:
         if offload not in memory.offload:
             yield _offload(offload)
     for share in (0.5, 1.0):
-        if memory.optimizer_offload < share:
+        if memory.optimizer_offload < share and not setup.precision.primary:
             yield _memory("optimizer_offload", share)
 
 
 def _smaller_states(setup: Setup) -> Iterator[Move]:
     """Fewer bytes for moments, gradients and weights."""
     precision = setup.precision
-    if precision.moments != "bfloat16":
+    if precision.moments == "float32":
         yield _precision("moments", "bfloat16")
     if precision.main_gradients != "bfloat16":
         yield _precision("main_gradients", "bfloat16")
-    if precision.recipe is not None and not precision.primary:
+    if precision.recipe is not None and not precision.primary and not setup.memory.optimizer_offload:
         yield _precision("primary", True)
 
 

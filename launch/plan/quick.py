@@ -15,7 +15,7 @@ from math import lcm
 from core.config.architecture import MoE
 from core.config.mapping import ParallelConfig, ScheduleName
 from core.config.memory import RecomputeName
-from core.config.precision import BYTES, PrecisionConfig
+from core.config.precision import BYTES, PrecisionConfig, state_bytes
 from core.config.recipe import Recipe
 from core.config.run import RunConfig
 from core.optim.buckets import BUCKET_BYTES
@@ -246,8 +246,7 @@ class QuickMemory:
         saved = primary_saved(precision)
         low = sum(e.quantised_dense for e in owners) + sum(e.quantised_experts for e in owners) / spread
         element, gradient = BYTES[precision.compute], BYTES[precision.main_gradients]
-        masters = 4 if precision.compute != "float32" else 0
-        states = (masters + 2 * BYTES[precision.moments]) * (dense / copies[0] + experts / copies[1])
+        states = state_bytes(precision) * (dense / copies[0] + experts / copies[1])
         weights = element * (dense + experts) - saved * low
         gradients = gradient * (dense + experts)
         if p.sharding == "fsdp":

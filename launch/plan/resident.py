@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
-from core.config.precision import PrecisionConfig
+from core.config.precision import BYTES, SCALED_MOMENTS, PrecisionConfig
 from core.optim.buckets import BUCKET_BYTES, in_chunks, lay_out, main_dtype
 from core.optim.formats import formats_of
 from core.optim.fsdp import MOST_PADDING
+from core.optim.kept import BLOCK, share_on_host
 from core.parallel.groups import Group, Groups
 from core.pipeline.layout import Part
 from core.state.inventory import Entry, replicas
@@ -29,7 +30,8 @@ class Resident:
 
     travelling: of the largest bucket, whose sum over copies is under way beside the gradients. gathered: with FSDP, of the two largest
     neighbouring units, whose parameters are whole at once, and of the larger one's gradient. sent: what a step sends for copies of
-    parameters, by axis: gradients there, parameters back. sent_by_units: what FSDP sends for each microbatch.
+    parameters, by axis: gradients there, parameters back. sent_by_units: what FSDP sends for each microbatch. on_host: how much of
+    `optimizer` waits in host memory.
     """
 
     parameters: int
@@ -39,6 +41,7 @@ class Resident:
     gathered: int
     sent: Mapping[str, int]
     sent_by_units: Mapping[str, int]
+    on_host: int = 0
 
 
 def held_names(parts: Sequence[Part], entries: Mapping[str, Entry], kinds: Kinds, tied: bool) -> list[Named]:
@@ -73,23 +76,27 @@ def _owner(name: str) -> tuple[str, str]:
     return ".".join(words[:depth]), ".".join(words[depth:])
 
 
-def zero1(named: Sequence[Named], groups: Groups, dtype: torch.dtype, precision: PrecisionConfig) -> Resident:
-    """As `core.optim.buckets.pack` and `core.optim.adam.AdamW` allocate it."""
+def zero1(
+    named: Sequence[Named], groups: Groups, dtype: torch.dtype, precision: PrecisionConfig, away: float = 0.0
+) -> Resident:
+    """As `core.optim.buckets.pack` and `core.optim.adam.AdamW` allocate it. away: the share of states that waits in host memory."""
     trained, buffers = _split(named)
 
     def kind(entry: Entry) -> Hashable:
         group = replicas(entry.spec, groups)
         return group.axis, group.ranks, entry.spec.decay, entry.tensor.dtype
 
-    main, parameters, gradients, optimizer, travelling = main_dtype(dtype), buffers, 0, 0, 0
+    main, parameters, gradients, optimizer, travelling, on_host = main_dtype(dtype), buffers, 0, 0, 0, 0
     sent: dict[str, int] = {}
     for members in in_chunks(trained, kind, BUCKET_BYTES):
         group = replicas(members[0][1].spec, groups)
-        _, size = lay_out(members, dtype, group.size)
+        _, size = lay_out(members, dtype, group.size, formats_of(precision).block)
         share, bits = size // group.size, _primary_share(members, precision)
         parameters += int(size * dtype.itemsize * bits)
         gradients += size * _gradient_bytes(main, precision)
-        optimizer += share * (_moment_bytes(main, precision) + (main.itemsize if dtype != main or bits < 1 else 0)) + 4
+        own = BYTES[precision.masters] if dtype != main or bits < 1 else 0
+        optimizer += _state_bytes(share, own, main, precision) + 4
+        on_host += _state_bytes(share_on_host(share, away), own, main, precision)
         if group.size > 1:
             travelling = max(travelling, size * _gradient_bytes(main, precision))
             others = (group.size - 1) * share
@@ -103,6 +110,7 @@ def zero1(named: Sequence[Named], groups: Groups, dtype: torch.dtype, precision:
         gathered=0,
         sent=sent,
         sent_by_units={},
+        on_host=on_host,
     )
 
 
@@ -112,10 +120,12 @@ def fsdp(
     dtype: torch.dtype,
     precision: PrecisionConfig,
     gathers: Mapping[str, int],
+    away: float = 0.0,
 ) -> Resident:
     """As `core.optim.fsdp.shard` and `core.optim.shards.FullyShardedOptimizer` allocate it: shards in float32, which are the masters.
 
-    gathers: how often a microbatch gathers the embedding and the head; all else is gathered forward and backward, once each.
+    gathers: how often a microbatch gathers the embedding and the head; all else is gathered forward and backward, once each. away: the
+    share of states that waits in host memory.
     """
     assert groups.shards is not None, "these groups are not for sharding=fsdp"
     trained, buffers = _split(named)
@@ -134,11 +144,12 @@ def fsdp(
             once = (group.size - 1) * padded * (times * dtype.itemsize + _gradient_bytes(main, precision))
             by_unit[group.axis] = by_unit.get(group.axis, 0) + once
     gradients, sent = _copies_of_shards(trained, shards, groups, main, precision)
-    optimizer = 0
+    optimizer = on_host = 0
     for name, entry in trained.items():
         if shards[name]:
-            own = dtype != main and _shard_group(name, entry, groups).size == 1
-            optimizer += shards[name] * (_moment_bytes(main, precision) + (main.itemsize if own else 0)) + 4
+            own = main.itemsize if dtype != main and _shard_group(name, entry, groups).size == 1 else 0
+            optimizer += _state_bytes(shards[name], own, main, precision) + 4
+            on_host += _state_bytes(share_on_host(shards[name], away), own, main, precision)
     whole = [sum(sizes) for sizes in units.values()]
     two = max((sum(whole[i : i + 2]) for i in range(len(whole))), default=0)
     return Resident(
@@ -149,6 +160,7 @@ def fsdp(
         gathered=two * dtype.itemsize + max(whole, default=0) * _gradient_bytes(main, precision),
         sent=sent,
         sent_by_units=by_unit,
+        on_host=on_host,
     )
 
 
@@ -243,9 +255,10 @@ def _gradient_bytes(main: torch.dtype, precision: PrecisionConfig) -> int:
     return (formats_of(precision).gradients or main).itemsize
 
 
-def _moment_bytes(main: torch.dtype, precision: PrecisionConfig) -> int:
-    """Both moments of one element."""
-    return 2 * (formats_of(precision).moments or main).itemsize
+def _state_bytes(elements: int, master: int, main: torch.dtype, precision: PrecisionConfig) -> int:
+    """Both moments of so many elements with their scales, and masters of so many bytes."""
+    scales = -(-elements // BLOCK) if precision.moments in SCALED_MOMENTS else 0
+    return elements * (master + 2 * (formats_of(precision).moments or main).itemsize) + 2 * scales
 
 
 # What follows is declared and not built yet (core/check/built.py): planned by this rule.

@@ -58,11 +58,12 @@ def measure_peak(rank: int, world: int, run: RunConfig) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Of one rank, in bytes. kept: by virtual stage, after the forward of one microbatch. sent: by axis, in one step."""
+    """Of one rank, in bytes. on_host: how much of `optimizer` lies in host memory. kept: by virtual stage, after the forward of one microbatch. sent: by axis, in one step."""
 
     parameters: int
     gradients: int
     optimizer: int
+    on_host: int
     kept: tuple[int, ...]
     sent: dict[str, int]
 
@@ -86,14 +87,16 @@ def measure(rank: int, world: int, run: RunConfig) -> Measured:
     batch = batch_for(run, groups)
     # Before FSDP shards it: what waits does not depend on where parameters are.
     kept = tuple(kept_by_watch(model, chunk, batch) for chunk in range(len(model.parts)))
-    optimizer = make_optimizer(model, run.optimizer, groups, run.parallel, formats_of(run.precision))
+    formats = formats_of(run.precision, on_host=run.memory.optimizer_offload)
+    optimizer = make_optimizer(model, run.optimizer, groups, run.parallel, formats)
     held = _held(model, optimizer)
     meter.sent_bytes.clear()
     replicas = groups.dp.size * run.train.microbatch
     batches = [batch] * (run.train.global_batch // replicas)
     train_step(model, optimizer, batches, rate=1e-3, groups=groups)
     optimizer.wait_all()
-    return Measured(parameters=held[0], gradients=held[1], optimizer=held[2], kept=kept, sent=meter.by_axis())
+    sent = meter.by_axis()
+    return Measured(parameters=held[0], gradients=held[1], optimizer=held[2], on_host=held[3], kept=kept, sent=sent)
 
 
 def batch_for(run: RunConfig, groups: Groups) -> TokenBatch:
@@ -177,16 +180,16 @@ def _run(model: Stage, chunk: int, batch: TokenBatch, received: Tensor | None) -
     return model.run(chunk, received, batch, purpose="training", balance=balance)
 
 
-def _held(model: Stage, optimizer: Optimizer) -> tuple[int, int, int]:
-    """Bytes of parameters with buffers, of main gradients, and of the optimizer's own tensors."""
+def _held(model: Stage, optimizer: Optimizer) -> tuple[int, int, int, int]:
+    """Bytes of parameters with buffers, of main gradients, of the optimizer's own tensors, and of those in host memory."""
     parameters = list(_storages([local(tensor) for tensor in (*model.parameters(), *model.buffers())]))
     known = {storage.data_ptr() for storage in parameters}
     assert isinstance(optimizer, ChainedOptimizer | FullyShardedOptimizer)
     gradients = list(_storages([bucket.gradients for bucket in optimizer.buckets]))
-    state, _ = optimizer.adam.tensors()
+    here, there = optimizer.adam.tensors()
     masters = [shard.master for shard in optimizer.shards if isinstance(shard.master, Tensor)]
-    own = [storage for storage in _storages([*state, *masters]) if storage.data_ptr() not in known]
-    return _bytes(parameters), _bytes(gradients), _bytes(own)
+    own = [storage for storage in _storages([*here, *there, *masters]) if storage.data_ptr() not in known]
+    return _bytes(parameters), _bytes(gradients), _bytes(own), _bytes(list(_storages(there)))
 
 
 def _storages(tensors: Sequence[Tensor]) -> Iterator[torch.UntypedStorage]:

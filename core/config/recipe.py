@@ -40,6 +40,8 @@ SCALE_BYTES: dict[ScalingName, float] = {
 }
 # Whose rounding of a matrix is that of its transpose: such a weight is rounded once for both of its products.
 SQUARE: tuple[ScalingName, ...] = ("tensor", "delayed", "128x128", "nv16x16")
+# Those with a scale of the whole tensor, which depends on all of it, whoever holds the parts.
+WHOLE: tuple[ScalingName, ...] = ("tensor", "delayed", "nv", "nv16x16")
 _FOUR_BIT_SCALINGS: tuple[ScalingName, ...] = ("nv", "nv16x16")
 
 

@@ -18,6 +18,7 @@ from core.moe.dispatch.counts import Moved, count_moved
 from core.moe.dispatch.make import TOKEN_ONCE, dispatcher_name, make_dispatcher
 from core.moe.experts import Experts
 from core.moe.router import Router, RouterInputs, Routing
+from core.parallel.collectives import Packing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,9 +69,12 @@ class MoELayer(nn.Module):
         self.experts_per_rank = config.experts // place.groups.ep.size
         self.token_once = dispatcher_name(config, place) in TOKEN_ONCE
 
-    def align(self, multiple: int) -> None:
-        """Have rows of zeros fill those of every expert up to a multiple, for products that want one (report section 5.4.1)."""
-        self.dispatcher = make_dispatcher(self.config, self.place, multiple=multiple)
+    def align(self, multiple: int, packing: Packing | None = None) -> None:
+        """Have rows of zeros fill those of every expert up to a multiple, for products that want one (report section 5.4.1).
+
+        packing: how rows travel to their experts, where not as they are.
+        """
+        self.dispatcher = make_dispatcher(self.config, self.place, multiple=multiple, packing=packing)
 
     def forward(self, hidden_TH: Tensor, inputs: RouterInputs) -> tuple[Tensor, Routing]:
         """inputs: what the router needs to know of these tokens."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,18 @@ Rows = tuple[int, ...]
 gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+class Packing(Protocol):
+    """Rows in fewer bytes while they travel. Gradients travel as they are, and pass what packing rounds off as if it were nothing."""
+
+    def pack(self, x_RH: Tensor) -> Tensor:
+        """[R, H] as bytes: [R, …] uint8."""
+        ...
+
+    def unpack(self, bytes_RB: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+        """The rows again, rounded: [R, columns] in `dtype`. Packed once more they are the same."""
+        ...
+
+
 def all_gather(x: Tensor, group: Group) -> Tensor:
     """The equally many rows of every rank, one rank after the other: [rows, …] -> [size * rows, …].
 
@@ -33,13 +46,14 @@ def all_gather(x: Tensor, group: Group) -> Tensor:
     """
     if group.alone:
         return x
-    return _Gather.apply(x, (x.shape[0],) * group.size, group)
+    return _Gather.apply(x, (x.shape[0],) * group.size, group, None)
 
 
-def all_gather_rows(x: Tensor, counts: Sequence[int], group: Group) -> Tensor:
+def all_gather_rows(x: Tensor, counts: Sequence[int], group: Group, packing: Packing | None = None) -> Tensor:
     """The rows of every rank, one rank after the other: [counts[position], …] -> [sum(counts), …].
 
     counts: how many rows each rank of the group has, the same on all of them; zeros are fine.
+    packing: how they travel; a group of one rounds them too, so that numbers do not depend on its size.
     Backward: the sum over ranks of the gradient of my rows. Raises ValueError if `x` does not have the rows that `counts` says.
     """
     _check_rows(x, counts, group, "counts")
@@ -48,8 +62,8 @@ def all_gather_rows(x: Tensor, counts: Sequence[int], group: Group) -> Tensor:
             f"counts={tuple(counts)} give rank {group.position} {counts[group.position]} rows, not {x.shape[0]}"
         )
     if group.alone:
-        return x
-    return _Gather.apply(x, tuple(counts), group)
+        return _as_packed(x, packing)
+    return _Gather.apply(x, tuple(counts), group, packing)
 
 
 def reduce_scatter(x: Tensor, group: Group) -> Tensor:
@@ -89,16 +103,21 @@ class UnderWay:
         return self.rows if self.journey is None else _Arrive.apply(self.rows, self.journey)
 
 
-def all_to_all(x: Tensor, send_rows: Sequence[int], receive_rows: Sequence[int], group: Group) -> Tensor:
+def all_to_all(
+    x: Tensor, send_rows: Sequence[int], receive_rows: Sequence[int], group: Group, packing: Packing | None = None
+) -> Tensor:
     """The rows that every rank has for me, in the order of the ranks: [sum(send_rows), …] -> [sum(receive_rows), …].
 
-    send_rows: how many rows go to each rank of the group; receive_rows: how many come from each; zeros are fine.
+    send_rows: how many rows go to each rank of the group; receive_rows: how many come from each; zeros are fine. packing: as of
+    `all_gather_rows`.
     Backward: the same rows travel back. Raises ValueError if `x` does not have the rows that are to be sent.
     """
-    return start_all_to_all(x, send_rows, receive_rows, group).finish()
+    return start_all_to_all(x, send_rows, receive_rows, group, packing).finish()
 
 
-def start_all_to_all(x: Tensor, send_rows: Sequence[int], receive_rows: Sequence[int], group: Group) -> UnderWay:
+def start_all_to_all(
+    x: Tensor, send_rows: Sequence[int], receive_rows: Sequence[int], group: Group, packing: Packing | None = None
+) -> UnderWay:
     """`all_to_all`, begun. All ranks begin and finish their collectives in the same order."""
     _check_rows(x, send_rows, group, "send_rows")
     _check_rows(x, receive_rows, group, "receive_rows")
@@ -108,8 +127,8 @@ def start_all_to_all(x: Tensor, send_rows: Sequence[int], receive_rows: Sequence
         rows = f"{send_rows[group.position]} rows to itself but receives {receive_rows[group.position]}"
         raise ValueError(f"rank {group.position} sends {rows}")
     if group.alone:
-        return UnderWay(rows=x, journey=None)
-    journey = _Journey(group=group, send_rows=tuple(send_rows), receive_rows=tuple(receive_rows))
+        return UnderWay(rows=_as_packed(x, packing), journey=None)
+    journey = _Journey(group=group, send_rows=tuple(send_rows), receive_rows=tuple(receive_rows), packing=packing)
     return UnderWay(rows=_Depart.apply(x, journey), journey=journey)
 
 
@@ -144,13 +163,31 @@ def all_reduce_max(x: Tensor, group: Group) -> Tensor:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, counts: Rows, group: Group) -> Tensor:
+    def forward(ctx, x: Tensor, counts: Rows, group: Group, packing: Packing | None) -> Tensor:
         ctx.counts, ctx.group = counts, group
-        return _gather(x, counts, group)
+        if packing is None:
+            return _gather(x, counts, group)
+        return packing.unpack(_gather(packing.pack(x), counts, group), x.shape[1], x.dtype)
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
-        return _sum_parts(gradient, ctx.counts, ctx.group), None, None
+        return _sum_parts(gradient, ctx.counts, ctx.group), None, None, None
+
+
+class _Packed(torch.autograd.Function):
+    """What rows are after a journey, of those that have none."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, packing: Packing) -> Tensor:
+        return packing.unpack(packing.pack(x), x.shape[1], x.dtype)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        return gradient, None
+
+
+def _as_packed(x: Tensor, packing: Packing | None) -> Tensor:
+    return x if packing is None else _Packed.apply(x, packing)
 
 
 class _ReduceScatter(torch.autograd.Function):
@@ -166,11 +203,14 @@ class _ReduceScatter(torch.autograd.Function):
 
 @dataclass(kw_only=True)
 class _Journey:
-    """An all-to-all and its way back: one of the two is under way at a time. sent: belongs to the collective until it has ended."""
+    """An all-to-all and its way back: one of the two is under way at a time. sent: belongs to the collective until it has ended.
+
+    packing: of the way out; gradients come back as they are."""
 
     group: Group
     send_rows: Rows
     receive_rows: Rows
+    packing: Packing | None = None
     work: dist.Work | None = None
     sent: Tensor | None = None
     out: Tensor | None = None
@@ -196,7 +236,11 @@ class _Depart(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, journey: _Journey) -> Tensor:
         ctx.journey = journey
-        return journey.begin(x)
+        if journey.packing is None:
+            return journey.begin(x)
+        journey.begin(journey.packing.pack(x))
+        # Bytes have no gradient: what stands for the rows until they are there is of their shape and dtype, and takes no memory.
+        return x.new_zeros(()).expand(sum(journey.receive_rows), x.shape[1])
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
@@ -210,7 +254,9 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows: Tensor, journey: _Journey) -> Tensor:
         ctx.journey = journey
-        journey.end()
+        arrived = journey.end()
+        if journey.packing is not None:
+            return journey.packing.unpack(arrived, rows.shape[1], rows.dtype)
         return rows.view_as(rows)
 
     @staticmethod

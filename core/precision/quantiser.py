@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from core.config.recipe import Operand, Recipe
+from core.config.recipe import WHOLE, Operand, Recipe
 from core.precision.formats import Quantised, is_symmetric, quantise
 from core.precision.grouped import Grouped, quantise_grouped, quantise_grouped_columns
 from core.precision.hadamard import POINTS, hadamard
@@ -23,6 +23,7 @@ from core.precision.imagined import imagined, imagined_rows
 from core.precision.operands import format_of
 from core.precision.primary import PrimaryWeight
 from core.precision.products import ProductsBackend
+from core.precision.reach import Reach
 from core.precision.rounding import content_noise
 
 Watch = Callable[[Role, Tensor, Quantised | Grouped], None]
@@ -34,7 +35,8 @@ class Quantiser:
 
     name: the weight's canonical name, which with `seed` and what is rounded decides random numbers. signs: of the Hadamard rotation, [16].
     history: of a recipe with delayed scaling. primary: the weight itself in low precision, where nothing else is kept of it. watch: is
-    told every operand and what became of it. noting: whether what is measured counts for later steps.
+    told every operand and what became of it. noting: whether what is measured counts for later steps. reach: of a scale of a whole
+    tensor, where other ranks hold parts of it.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Quantiser:
     primary: PrimaryWeight | None = None
     watch: Watch | None = None
     noting: bool = True
+    reach: Reach | None = None
 
     def here(self) -> Quantiser:
         """This one where gradients are asked for. What is run only to be looked at, as an evaluation, neither is remembered nor watched."""
@@ -73,6 +76,8 @@ class Quantiser:
     def weight(self, weight: Tensor, operand: Operand, *, transposed: bool) -> Quantised:
         """A weight [..., N, K], summed over K, or over N where `transposed`."""
         if self.primary is not None:
+            if self.primary.amax is not None and operand.scaling == "delayed":
+                self._remembered(self.primary.amax, "weight")
             return self.primary.get(transposed=transposed)
         if transposed and is_symmetric(format_of(operand)) and not operand.hadamard and not operand.stochastic:
             return self.rows(weight, operand, "weight").transposed()
@@ -108,20 +113,28 @@ class Quantiser:
 
     def _quantised(self, x: Tensor, operand: Operand, role: Role, noise: Tensor | None) -> Quantised:
         turned = hadamard(x, self.signs) if operand.hadamard else x
-        amax = None
-        if operand.scaling == "delayed":
-            assert self.history is not None, f"{self.name}: delayed scaling remembers"
-            amax = self.history.amax(role, _largest(turned, (-2, -1)), self.recipe.margin, note=self.noting)
+        amax = self._given(_largest(turned, (-2, -1)), operand, role) if self._measures(operand) else None
         made = quantise(turned, format_of(operand), amax=amax, noise=noise)
         if self.watch is not None:
             self.watch(role, turned, made)
         return made
 
     def _amax_E(self, x_RS: Tensor, counts_E: Tensor, operand: Operand, role: Role) -> Tensor | None:
-        if operand.scaling != "delayed":
-            return None
+        return self._given(_largest_of_experts(x_RS, counts_E), operand, role) if self._measures(operand) else None
+
+    def _measures(self, operand: Operand) -> bool:
+        """Whether the amax of a whole tensor is not for `quantise` to find: of earlier steps, or over other ranks too."""
+        return operand.scaling == "delayed" or (self.reach is not None and operand.scaling in WHOLE)
+
+    def _given(self, measured: Tensor, operand: Operand, role: Role) -> Tensor:
+        """What stands for the amax that was measured here."""
+        if self.reach is not None:
+            measured = self.reach.largest(role, measured)
+        return self._remembered(measured, role) if operand.scaling == "delayed" else measured
+
+    def _remembered(self, measured: Tensor, role: Role) -> Tensor:
         assert self.history is not None, f"{self.name}: delayed scaling remembers"
-        return self.history.amax(role, _largest_of_experts(x_RS, counts_E), self.recipe.margin, note=self.noting)
+        return self.history.amax(role, measured, self.recipe.margin, note=self.noting)
 
     def _noise(self, x: Tensor, which: str) -> Tensor:
         return content_noise(self.seed, f"{self.name}:{which}", x)

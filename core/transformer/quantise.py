@@ -16,8 +16,11 @@ from core.moe.experts import Experts
 from core.moe.layer import MoELayer
 from core.precision.hadamard import hadamard_signs
 from core.precision.history import AmaxHistory
+from core.precision.parcel import parcels_of
 from core.precision.products import Reference
 from core.precision.quantiser import Quantiser
+from core.precision.reach import reach_of
+from core.state.spec import TensorSpec
 
 _OWNERS = (Linear, MLP, Experts)
 _WEIGHTS = ("weight", "gate_up", "down")
@@ -32,7 +35,7 @@ def quantise_model(model: nn.Module, config: ModelConfig, recipe: Recipe, place:
     signs = hadamard_signs(seed, "recipe").to(place.device)
     for path, module in tuple(model.named_modules()):
         if isinstance(module, MoELayer) and any(name.startswith(f"{path}.experts.") for name in taken):
-            module.align(recipe.align)
+            module.align(recipe.align, parcels_of(recipe))
         if not isinstance(module, _OWNERS):
             continue
         for name, _ in tuple(module.named_parameters(recurse=False)):
@@ -43,7 +46,13 @@ def quantise_model(model: nn.Module, config: ModelConfig, recipe: Recipe, place:
             if history is not None:
                 module.add_module(f"{name}_amax", history)
             module.quantisers[name] = Quantiser(
-                name=full, recipe=recipe, seed=seed, signs=signs, backend=Reference(), history=history
+                name=full,
+                recipe=recipe,
+                seed=seed,
+                signs=signs,
+                backend=Reference(),
+                history=history,
+                reach=reach_of(_spec(module, name), place.groups, routed=isinstance(module, Experts)),
             )
 
 
@@ -57,6 +66,10 @@ def quantisers(model: nn.Module) -> Iterator[Quantiser]:
 def histories(model: nn.Module) -> Iterator[AmaxHistory]:
     """Those of all weights under delayed scaling, in module order."""
     yield from (module for module in model.modules() if isinstance(module, AmaxHistory))
+
+
+def _spec(module: Linear | MLP | Experts, name: str) -> TensorSpec:
+    return module.declared if isinstance(module, Linear) else module.declared[name]
 
 
 def _history(module: Linear | MLP | Experts, recipe: Recipe, place: Place) -> AmaxHistory:

@@ -12,7 +12,7 @@ from core.kernels.permute import RowMap, map_rows, unpermute
 from core.moe.dispatch.expand import expand
 from core.moe.dispatch.protocol import ExpertRows, Rows, experts_per_rank
 from core.moe.router import Routing
-from core.parallel.collectives import all_gather_rows, reduce_scatter_rows
+from core.parallel.collectives import Packing, all_gather_rows, reduce_scatter_rows
 from core.parallel.groups import Groups
 
 
@@ -28,14 +28,14 @@ class AllGatherPlan:
 class AllGatherDispatcher:
     """Moves every token to every rank: little latency for few tokens or a small group, bytes that grow with the group.
 
-    multiple: rows of zeros fill what each of my experts gets up to a multiple of it.
+    multiple: rows of zeros fill what each of my experts gets up to a multiple of it. packing: how tokens travel there.
     """
 
-    def __init__(self, experts: int, groups: Groups, multiple: int = 1) -> None:
+    def __init__(self, experts: int, groups: Groups, multiple: int = 1, packing: Packing | None = None) -> None:
         self.local_experts = experts_per_rank(experts, groups.ep)
         self.first_expert = groups.ep.position * self.local_experts
         self.group = groups.experts
-        self.multiple = multiple
+        self.multiple, self.packing = multiple, packing
 
     def dispatch_preprocess(self, hidden_TH: Tensor, routing: Routing) -> tuple[Rows, AllGatherPlan]:
         """Two small all-gathers: how many tokens each rank has, and which experts they chose."""
@@ -47,7 +47,7 @@ class AllGatherDispatcher:
     def dispatch(self, rows: Rows, plan: AllGatherPlan) -> Rows:
         """Two all-gathers: tokens, and router weights."""
         return Rows(
-            hidden=all_gather_rows(rows.hidden, plan.tokens, self.group),
+            hidden=all_gather_rows(rows.hidden, plan.tokens, self.group, self.packing),
             weights=all_gather_rows(rows.weights, plan.tokens, self.group),
         )
 

@@ -15,6 +15,7 @@ from core.kernels.permute import RowMap, map_rows, permute_with_weights, unpermu
 from core.moe.dispatch.protocol import ExpertRows, Rows, experts_per_rank
 from core.moe.router import Routing
 from core.parallel.collectives import (
+    Packing,
     all_gather,
     all_gather_rows,
     all_to_all,
@@ -46,13 +47,14 @@ class AllToAllDispatcher:
     """Experts lie in order over ep: rank p holds experts p * e … (p + 1) * e - 1.
 
     multiple: rows of zeros fill what a rank sends to an expert up to a multiple of it, so that what arrives is one too.
+    packing: how rows travel to the experts; their weights, and gradients, travel as they are.
     """
 
-    def __init__(self, experts: int, groups: Groups, multiple: int = 1) -> None:
+    def __init__(self, experts: int, groups: Groups, multiple: int = 1, packing: Packing | None = None) -> None:
         self.experts, self.local_experts = experts, experts_per_rank(experts, groups.ep)
         self.ep = groups.ep
         self.etp = groups.etp
-        self.multiple = multiple
+        self.multiple, self.packing = multiple, packing
 
     def dispatch_preprocess(self, hidden_TH: Tensor, routing: Routing) -> tuple[Rows, AllToAllPlan]:
         """Sort my rows by expert; one all-to-all of 8 * E bytes tells every rank what it will receive.
@@ -92,12 +94,15 @@ class AllToAllDispatcher:
     def dispatch(self, rows: Rows, plan: AllToAllPlan) -> Rows:
         """Two all-to-alls over ep, of the rows and of their weights, which are only begun; under etp as many all-gathers behind them."""
         hidden, weights = (
-            start_all_to_all(x, plan.send_rows, plan.receive_rows, self.ep) for x in (rows.hidden, rows.weights)
+            start_all_to_all(x, plan.send_rows, plan.receive_rows, self.ep, packing)
+            for x, packing in ((rows.hidden, self.packing), (rows.weights, None))
         )
         if self.etp.size == 1:
             return Rows(hidden=hidden.rows, weights=weights.rows, coming=(hidden, weights))
-        gathered = (all_gather_rows(part.finish(), plan.parts, self.etp) for part in (hidden, weights))
-        return Rows(hidden=next(gathered), weights=next(gathered))
+        return Rows(
+            hidden=all_gather_rows(hidden.finish(), plan.parts, self.etp, self.packing),
+            weights=all_gather_rows(weights.finish(), plan.parts, self.etp),
+        )
 
     def dispatch_postprocess(self, rows: Rows, plan: AllToAllPlan) -> tuple[ExpertRows, AllToAllPlan]:
         """From (peer, expert) order, in which rows arrive, to (expert, peer) order, peers in the order of the ranks."""

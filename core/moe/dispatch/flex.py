@@ -18,7 +18,14 @@ from core.kernels.permute import RowMap, map_rows, permute, unpermute
 from core.moe.dispatch.expand import collect, expand, map_arrived
 from core.moe.dispatch.protocol import ExpertRows, Rows, experts_per_rank
 from core.moe.router import Routing
-from core.parallel.collectives import all_gather, all_gather_rows, all_to_all, all_to_all_equal, reduce_scatter_rows
+from core.parallel.collectives import (
+    Packing,
+    all_gather,
+    all_gather_rows,
+    all_to_all,
+    all_to_all_equal,
+    reduce_scatter_rows,
+)
 from core.parallel.groups import Group, Groups
 
 
@@ -31,9 +38,9 @@ class Hop:
     send_rows: list[int]
     receive_rows: list[int]
 
-    def out(self, x: Tensor) -> Tensor:
+    def out(self, x: Tensor, packing: Packing | None = None) -> Tensor:
         """Rows in sending order to those that have arrived."""
-        return all_to_all(x, self.send_rows, self.receive_rows, self.group)
+        return all_to_all(x, self.send_rows, self.receive_rows, self.group, packing)
 
     def back(self, x: Tensor) -> Tensor:
         """The reverse of `out`."""
@@ -50,11 +57,12 @@ class FlexPlan:
 
 
 class FlexDispatcher:
-    """Experts lie in order over ep. multiple: rows of zeros fill what each expert gets up to a multiple of it, at its own rank."""
+    """Experts lie in order over ep. multiple: rows of zeros fill what each expert gets up to a multiple of it, at its own rank.
+    packing: how tokens travel on every hop to their experts."""
 
-    def __init__(self, experts: int, groups: Groups, multiple: int = 1) -> None:
+    def __init__(self, experts: int, groups: Groups, multiple: int = 1, packing: Packing | None = None) -> None:
         self.local_experts = experts_per_rank(experts, groups.ep)
-        self.ep, self.etp, self.multiple = groups.ep, groups.etp, multiple
+        self.ep, self.etp, self.multiple, self.packing = groups.ep, groups.etp, multiple, packing
         # A hop goes to the ranks of a group, each of which stands for so many experts: its own, or those of its node.
         self.route: tuple[tuple[Group, int], ...] = ((groups.ep, self.local_experts),)
         if groups.node.size > 1:
@@ -83,9 +91,9 @@ class FlexDispatcher:
         """Two all-to-alls a hop, tokens and the weights [P, K] of their choices, and as many all-gathers over etp."""
         for at, hop in enumerate(plan.hops):
             sent = rows if at == 0 else _leave(rows, hop)
-            rows = Rows(hidden=hop.out(sent.hidden), weights=hop.out(sent.weights))
+            rows = Rows(hidden=hop.out(sent.hidden, self.packing), weights=hop.out(sent.weights))
         return Rows(
-            hidden=all_gather_rows(rows.hidden, plan.parts, self.etp),
+            hidden=all_gather_rows(rows.hidden, plan.parts, self.etp, self.packing),
             weights=all_gather_rows(rows.weights, plan.parts, self.etp),
         )
 

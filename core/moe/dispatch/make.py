@@ -11,24 +11,28 @@ from core.moe.dispatch.deepep import DeepEPDispatcher
 from core.moe.dispatch.flex import FlexDispatcher
 from core.moe.dispatch.hybridep import HybridEPDispatcher
 from core.moe.dispatch.protocol import Dispatcher
+from core.parallel.collectives import Packing
 
 # Dispatchers that send a token to a rank once, however many of its experts are there.
 TOKEN_ONCE: tuple[DispatcherName, ...] = ("flex", "deepep", "hybridep")
 
 
-def make_dispatcher(config: MoE, place: Place, *, multiple: int = 1) -> Dispatcher:
+def make_dispatcher(config: MoE, place: Place, *, multiple: int = 1, packing: Packing | None = None) -> Dispatcher:
     """The dispatcher that the mapping names.
 
-    multiple: every expert's rows are filled up with rows of zeros to a multiple of it, for products that want one.
+    multiple: every expert's rows are filled up with rows of zeros to a multiple of it, for products that want one. packing: how they
+    travel there in fewer bytes, which packages' kernels are not asked to (core/check says so).
     """
     groups, experts = place.groups, config.experts
-    match dispatcher_name(config, place):
+    name = dispatcher_name(config, place)
+    assert packing is None or name not in ("deepep", "hybridep"), "packages send rows as they are"
+    match name:
         case "allgather":
-            return AllGatherDispatcher(experts, groups, multiple)
+            return AllGatherDispatcher(experts, groups, multiple, packing)
         case "alltoall":
-            return AllToAllDispatcher(experts, groups, multiple)
+            return AllToAllDispatcher(experts, groups, multiple, packing)
         case "flex":
-            return FlexDispatcher(experts, groups, multiple)
+            return FlexDispatcher(experts, groups, multiple, packing)
         case "deepep":
             return DeepEPDispatcher(experts, place, multiple)
         case "hybridep":

@@ -43,10 +43,10 @@ SETTINGS = (
     "train.eval_interval=100",
     "train.eval_sequences=128",
     "train.sample_tokens=0",
+    "checkpoint.interval=1000",
     "optimizer.learning_rate=1e-3",
     "optimizer.min_learning_rate=1e-4",
     "optimizer.warmup_steps=40",
-    "checkpoint.interval=1000",
 )
 REPOSITORY = Path(__file__).parents[1]
 PAGE, PICTURE = "convergence.md", "convergence.png"

@@ -42,6 +42,7 @@ def _train(run: RunConfig) -> Iterator[Fault]:
         yield from positive("train", train, "schedule_steps")
     yield from at_least("train.seed", train.seed, 0)
     yield from at_least("train.sample_tokens", train.sample_tokens, 0)
+    yield from at_least("precision.insight_interval", run.precision.insight_interval, 0)
     if train.sequence_tokens > run.model.max_tokens > 0:
         rule = f"must be at most model.max_tokens={run.model.max_tokens}"
         works = f"{run.model.max_tokens} or less"

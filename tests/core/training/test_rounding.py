@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from core.check import check
 from core.config.mapping import ParallelConfig
 from core.config.precision import PrecisionConfig
 from core.config.recipe import MXFP8, NVFP4, Operand, Recipe
@@ -141,3 +142,9 @@ def test_sums_become_shares() -> None:
         relative_error=0.25, amax=7.5, saturated=0.25, flushed=0.5, scales=(0, 3, 5), smallest_exponent=-1
     )
     assert math.isnan(precision_insight([8.0, 16.0, math.nan, 0.0, 0.0], math.nan, -1).relative_error)
+
+
+def test_an_interval_below_zero_is_refused() -> None:
+    faults = {fault.setting: str(fault) for fault in check(run_of(None, interval=-1))}
+    assert "0 or more" in faults["precision.insight_interval"]
+    assert "precision.insight_interval" not in {fault.setting for fault in check(run_of(None, interval=0))}

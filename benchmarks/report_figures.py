@@ -68,7 +68,8 @@ REMARKS = {
     "memory.table4.mla_up_proj": "values are widened to the size of keys for the attention kernel: 576 MiB a layer",
     "memory.fp8_saving.three_inputs": "Only the inputs of the experts' first product, of the down projections and of the shared experts: a "
     "subset that was searched for after the fact, so no evidence.",
-    "memory.fp8_saving": "by the rule of `recipe_bytes` (launch/plan/load.py); recipes are not built yet",
+    "memory.fp8_saving": "our modules traced under fp8_current: what both down projections of attention read is kept by each, and what "
+    "shared experts read is kept beside what the router reads",
     "memory.bytes_per_param.fp32_moments.d64": "buckets of a real dense model on 64 ranks",
     "memory.bytes_per_param.bf16_moments.d64": "the same with moments in bfloat16",
     "memory.offload.dsv3_baseline_pp8": "fullest rank in GiB, 256 GPUs assumed; the unit is not printed; our modules with logits and working memory",
@@ -152,8 +153,8 @@ class Figures:
         """What one layer of experts keeps of 4096 tokens, its input included."""
         run = table3_run(MemoryConfig(recompute=recompute), precision)
         pieces = self.planner.traces.of(run, 0)
-        last = pieces.numbers[-1]
-        load = load_of(pieces.experts.layer(last, final=False), run.precision, run.memory)
+        last = pieces.kinds.of[-1]
+        load = load_of(pieces.experts.layer(last, final=False), run.memory)
         return load.kept + load.stream
 
     def _memory(self) -> Iterator[tuple[str, float]]:
@@ -312,7 +313,7 @@ def layer_table(figures: Figures) -> str:
     """What one layer of experts keeps of 4096 tokens: by the table's list, and what our modules keep, in MiB."""
     theirs = [f"| {name} | {count / 2**20:.1f} |" for name, count in figures.saved.items()]
     trace = figures.planner.traces.of(figures.run, 0)
-    kept = trace.experts.layer(trace.numbers[-1], final=False)
+    kept = trace.experts.layer(trace.kinds.of[-1], final=False)
     ours = [
         f"| {_place(piece.module)} | {'x'.join(map(str, piece.shape))} | {str(piece.dtype).removeprefix('torch.')} | "
         f"{piece.num_bytes / 2**20:.2f} |"
@@ -379,11 +380,13 @@ This page is printed by `python -m benchmarks.report_figures`; `tests/benchmarks
 - **The moment**: each pipeline rank's real schedule is executed; forwards add, backwards free, the fullest moment is the plan.
 - **The worst case** lets every token of the ep group that can go to this rank's experts, in every layer, for as long as its
   microbatch waits. Capacity and budgets are honoured. It is an upper bound, and what `parallel.expert_budget` protects from.
-- Recipes of fewer bits and offloading are planned by rules (`launch/plan/load.py`, `launch/plan/resident.py`) until they are built.
+- **Recipes** are traced too: modules keep operands in fewer bits, rows of experts filled up to whole blocks. Working memory is that of fused
+  kernels, which write nothing but operands and results; the emulation on a CPU needs more for a moment.
+- Offloading of activations is planned by a rule (`launch/plan/load.py`) until it is built.
   Memory of CUDA itself, of NCCL, and gaps between allocations are not planned.
 
 On real ranks plans hold within 2 % for every rank of twelve drawn set-ups, bytes of parameters, gradients and optimizer exactly
-(`tests/launch/plan/test_memory_reality.py`).
+(`tests/launch/plan/test_memory_reality.py`), and of set-ups under every recipe (`tests/launch/plan/test_recipe_reality.py`).
 
 ## Table 3's set-up, rank by rank
 

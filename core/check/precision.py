@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from core.check.words import nearest_multiples
-from core.config.architecture import Dense, MoE
+from core.config.architecture import GQA, Dense, MoE
 from core.config.products import unmatched
 from core.config.recipe import ALONG, BITS, SQUARE, Operand, Recipe
 from core.config.recipe_text import operand_text
@@ -29,13 +29,45 @@ def check_precision(run: RunConfig) -> Iterator[Fault]:
         yield Fault(
             code="precision.primary-needs-recipe", setting="precision.primary", value="true", rule=rule, works=works
         )
+    if precision.primary:
+        yield from _primary(run)
     if precision.recipe is not None:
         yield from _declaration(precision.recipe)
         yield from _layers(run, precision.recipe)
         yield from _whole_blocks(run, precision.recipe)
+        yield from _experts(run, precision.recipe)
     yield from _too_few_bits(run)
     yield from _masters(run)
     yield from _loss_scale(run)
+
+
+def _primary(run: RunConfig) -> Iterator[Fault]:
+    """Weights that are held as they are rounded: once, and by ranks that have flat stretches of their masters."""
+    recipe = run.precision.recipe
+    if run.parallel.sharding == "fsdp":
+        yield Fault(
+            code="precision.primary-sharding",
+            setting="precision.primary",
+            value="true",
+            rule="rounds weights from the masters of ZeRO-1, and parallel.sharding=fsdp gathers those that it shards in the run's dtype",
+            works="false, or parallel.sharding=zero1",
+        )
+    if recipe is None:
+        return
+    forward, backward = recipe.forward.weight, recipe.input_gradient.weight
+    once = forward is not None and forward == backward
+    if forward is None or not once or forward.hadamard or forward.stochastic:
+        said = [
+            f"precision.recipe.{k}.weight={operand_text(o)}"
+            for k, o in (("forward", forward), ("input_gradient", backward))
+        ]
+        yield Fault(
+            code="precision.primary-operands",
+            setting="precision.primary",
+            value="true",
+            rule=f"holds a weight rounded once, to nearest and not rotated, for both its products, and {', '.join(said)}",
+            works="false, or precision.recipe=fp8_current",
+        )
 
 
 def _too_few_bits(run: RunConfig) -> Iterator[Fault]:
@@ -211,6 +243,45 @@ def _layers(run: RunConfig, recipe: Recipe) -> Iterator[Fault]:
             )
 
 
+def _experts(run: RunConfig, recipe: Recipe) -> Iterator[Fault]:
+    """What a recipe asks of experts that the ranks which hold them cannot do."""
+    etp, dispatcher = run.parallel.etp, run.parallel.dispatcher
+    if recipe.delayed and etp > 1:
+        yield Fault(
+            code="precision.delayed-etp",
+            setting="precision.recipe",
+            value=recipe.name,
+            rule=f"remembers the largest numbers of every expert, of which the ranks of parallel.etp={etp} hold parts",
+            works="fp8_current, or parallel.etp=1",
+        )
+    if not recipe.dispatch:
+        return
+    operand = recipe.forward.input
+    if operand is None or not _travels(operand):
+        said = "none" if operand is None else operand_text(operand)
+        yield Fault(
+            code="precision.dispatch-scaling",
+            setting="precision.recipe.dispatch",
+            value="true",
+            rule=f"sends rows with scales of their own, which are powers of two, and precision.recipe.forward.input={said}",
+            works="false, or precision.recipe=mxfp8",
+        )
+    if dispatcher in ("deepep", "hybridep"):
+        yield Fault(
+            code="recipe.dispatch-package",
+            setting="precision.recipe.dispatch",
+            value="true",
+            rule=f"packs rows for the dispatchers of torch, and parallel.dispatcher={dispatcher} sends them as they are",
+            works="false, or parallel.dispatcher=flex",
+        )
+
+
+def _travels(operand: Operand) -> bool:
+    """Whether a row alone says how it is rounded, and once rounded is rounded no more."""
+    own = operand.scaling == "mx" or (operand.scaling == "1x128" and operand.power_of_two)
+    return own and not operand.stochastic and not operand.hadamard
+
+
 def _block(recipe: Recipe) -> int:
     """What must divide the widths that forward and input gradient sum over: whole blocks, and the 16 bytes that hardware reads at once."""
     return max([16, *(ALONG[o.scaling] for key, o in recipe.operands() if not key.startswith("weight_gradient"))])
@@ -233,6 +304,11 @@ def _widths(run: RunConfig, block: int) -> Iterator[tuple[str, int, int, str]]:
     over_etp = f", on each rank of parallel.etp={etp}" if etp > 1 else ""
     yield "model.hidden", run.model.hidden, block, ""
     for _, layer in run.model.all_layers():
+        if isinstance(layer.attention, GQA) and tp > 1:
+            # Heads are whole on every rank, and what a rank has of them side by side is what its products sum over.
+            for heads in (layer.attention.heads, layer.attention.kv_heads):
+                unit = block // math.gcd(block, max(1, heads // tp))
+                yield "model.attention.head_dim", layer.attention.head_dim, unit, over_tp
         match layer.mlp:
             case Dense(ffn=ffn):
                 yield "model.dense.ffn", ffn, block * tp, over_tp

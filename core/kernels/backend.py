@@ -13,6 +13,7 @@ from core.errors import ConfigError, Fault
 MatmulBackend = Literal["native", "float32"]
 KernelsBackend = Literal["reference", "triton"]
 ExpertsBackend = Literal["fused_loop", "grouped_mm", "triton", "transformer_engine"]
+ProductsName = Literal["reference", "torch", "transformer_engine"]
 
 
 def matmul_backend(dtype: torch.dtype, device: torch.device) -> MatmulBackend:
@@ -88,6 +89,33 @@ def _asked_experts(asked: str, dtype: torch.dtype, device: torch.device, fits: b
             rule = f"does not multiply {dtype} of these widths"
             rule += ", whose rows must be of a multiple of 16 bytes" if not fits and found == "grouped_mm" else ""
     raise ConfigError([Fault(setting="ZOO_EXPERTS", value=asked, rule=rule, works=works)])
+
+
+def products_backend(device: torch.device) -> ProductsName:
+    """What multiplies operands in low precision: `torch` on a GPU, by its scaled products; `reference`, exact and slow, elsewhere.
+
+    The environment variable ZOO_PRODUCTS names another one; it is how `transformer_engine` is chosen, and how a recipe runs on a GPU that
+    lacks its formats. What a back end then has on the device is for core/precision/backends to find out.
+    Raises ConfigError for another value, and for transformer_engine where it is not installed or `device` is no GPU.
+    """
+    asked = os.environ.get("ZOO_PRODUCTS")
+    if asked is None:
+        return "torch" if device.type == "cuda" else "reference"
+    if asked == "reference":
+        return "reference"
+    if asked == "torch":
+        return "torch"
+    rule, works = None, "reference, torch, or unset for what the device has"
+    if asked != "transformer_engine":
+        rule, works = "multiplies nothing", f"transformer_engine, {works}"
+    elif device.type != "cuda":
+        rule = f"does not run on {device.type} tensors"
+    elif importlib.util.find_spec("transformer_engine") is None:
+        rule = "is not installed here"
+        works = f"transformer_engine after `pip install 'transformer-engine[pytorch]==2.20.2'`, {works}"
+    if rule is not None:
+        raise ConfigError([Fault(setting="ZOO_PRODUCTS", value=asked, rule=rule, works=works)])
+    return "transformer_engine"
 
 
 def kernels_backend(device: torch.device) -> KernelsBackend:

@@ -84,6 +84,12 @@ def remember(histories: Iterable[AmaxHistory], groups: Groups) -> None:
         _remember(members, groups)
 
 
+def forget(histories: Iterable[AmaxHistory]) -> None:
+    """End a step that updated nothing: what was seen in it counts for none."""
+    for history in histories:
+        history.seen.zero_()
+
+
 def _remember(members: Sequence[AmaxHistory], groups: Groups) -> None:
     flat = torch.cat([history.seen.flatten() for history in members])
     largest = all_reduce_max(flat, replicas(members[0].declared, groups))

@@ -17,7 +17,7 @@ from core.optim.protocol import Optimizer
 from core.optim.scaler import LossScaler
 from core.parallel.collectives import all_reduce_max, all_reduce_sum
 from core.parallel.groups import Groups
-from core.precision.history import remember
+from core.precision.history import forget, remember
 from core.training.clock import Clock
 from core.training.insight import LayerInsight, insight_of
 from core.training.replay import Recording
@@ -93,18 +93,21 @@ def train_step(
         losses, counts = reduced.losses, reduced.counts
         norm = optimizer.gradient_norm() / scale
     overflow = not math.isfinite(norm)
+    if overflow:
+        forget(histories(model))
     if (overflow and scaler is None) or not all(math.isfinite(loss) for loss in losses):
         raise NotFiniteError(_not_finite_message(losses, norm, done))
     if before_update is not None:
         with clock.phase("checkpoint"):
             before_update()
     with clock.phase("optimizer"):
+        # First: weights that are held in low precision are rounded in the update, by what the steps so far have seen.
+        remember(histories(model), groups)
         if not overflow:
             optimizer.step(rate, norm, scale)
             move_biases(model, counts, reduced.quantiles)
         if scaler is not None:
             scaler.note(done + 1, overflow=overflow)
-        remember(histories(model), groups)
     expert_counts = {layer: [int(count) for count in row.tolist()] for layer, row in counts.items()}
     return StepResult(
         loss=losses[0] / max(1, totals.labels),

@@ -14,10 +14,10 @@ from core.layers.mlp import MLP
 from core.layers.place import Place
 from core.moe.experts import Experts
 from core.moe.layer import MoELayer
+from core.precision.backends.choose import products_for
 from core.precision.hadamard import hadamard_signs
 from core.precision.history import AmaxHistory
 from core.precision.parcel import parcels_of
-from core.precision.products import Reference
 from core.precision.quantiser import Quantiser
 from core.precision.reach import reach_of
 from core.state.spec import TensorSpec
@@ -29,10 +29,12 @@ _WEIGHTS = ("weight", "gate_up", "down")
 def quantise_model(model: nn.Module, config: ModelConfig, recipe: Recipe, place: Place, seed: int) -> None:
     """Run the products that `recipe` takes by it, those of this rank's parts of `model`; nothing else changes.
 
-    seed: of the run, for stochastic rounding and rotations. Histories of delayed scaling become buffers of the model.
+    seed: of the run, for stochastic rounding and rotations. Histories of delayed scaling become buffers of the model. Raises ConfigError
+    where the device has none of the recipe's formats.
     """
     taken = {product.name for product in quantised_products(recipe, config)}
     signs = hadamard_signs(seed, "recipe").to(place.device)
+    backend = products_for(recipe, place.device, place.dtype)
     for path, module in tuple(model.named_modules()):
         if isinstance(module, MoELayer) and any(name.startswith(f"{path}.experts.") for name in taken):
             module.align(recipe.align, parcels_of(recipe))
@@ -50,7 +52,7 @@ def quantise_model(model: nn.Module, config: ModelConfig, recipe: Recipe, place:
                 recipe=recipe,
                 seed=seed,
                 signs=signs,
-                backend=Reference(),
+                backend=backend,
                 history=history,
                 reach=reach_of(_spec(module, name), place.groups, routed=isinstance(module, Experts)),
             )

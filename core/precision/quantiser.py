@@ -57,6 +57,7 @@ class Quantiser:
     def rows(self, x_RS: Tensor, operand: Operand, role: Role) -> Quantised:
         """x [..., R, S], blocks along S."""
         if x_RS.is_meta:
+            self._ask((*x_RS.shape[:-2], 1, 1), operand, role)
             return imagined(x_RS.shape, format_of(operand), x_RS.device)
         noise = self._noise(x_RS, f"{role}.rows") if operand.stochastic else None
         return self._quantised(x_RS, operand, role, noise)
@@ -66,6 +67,7 @@ class Quantiser:
         more = -x_SR.shape[-2] % POINTS if operand.hadamard else 0
         if x_SR.is_meta:
             *front, summed, rows = x_SR.shape
+            self._ask((*front, 1, 1), operand, role)
             return imagined((*front, rows, summed + more), format_of(operand), x_SR.device)
         if more:
             x_SR = F.pad(x_SR, (0, 0, 0, more))
@@ -87,6 +89,7 @@ class Quantiser:
         """Rows sorted by expert, blocks along S."""
         if x_RS.is_meta:
             rows, summed = x_RS.shape
+            self._ask((len(counts_E),), operand, role)
             return imagined_rows((rows, summed), counts_E, format_of(operand), 0, x_RS.device)
         noise = self._noise(x_RS, f"{role}.rows") if operand.stochastic else None
         turned = hadamard(x_RS, self.signs) if operand.hadamard else x_RS
@@ -101,6 +104,7 @@ class Quantiser:
         """The transpose of rows sorted by expert: [S, R], blocks along R, in whole blocks of an expert's own."""
         if x_RS.is_meta:
             summed, rows = x_RS.shape
+            self._ask((len(counts_E),), operand, role)
             return imagined_rows((rows, summed), counts_E, format_of(operand), 1, x_RS.device)
         noise = self._noise(x_RS, f"{role}.columns").mT if operand.stochastic else None
         turned = hadamard(x_RS.mT.contiguous(), self.signs).mT if operand.hadamard else x_RS
@@ -125,6 +129,11 @@ class Quantiser:
     def _measures(self, operand: Operand) -> bool:
         """Whether the amax of a whole tensor is not for `quantise` to find: of earlier steps, or over other ranks too."""
         return operand.scaling == "delayed" or (self.reach is not None and operand.scaling in WHOLE)
+
+    def _ask(self, shape: tuple[int, ...], operand: Operand, role: Role) -> None:
+        """Of a plan: what the other ranks would be asked."""
+        if self.reach is not None and operand.scaling in WHOLE:
+            self.reach.largest(role, torch.empty(shape, device="meta"))
 
     def _given(self, measured: Tensor, operand: Operand, role: Role) -> Tensor:
         """What stands for the amax that was measured here."""

@@ -22,6 +22,8 @@ from launch.folder import Submission, read_submission
 _CONVERTED = {
     "precision.moments": {
         "bfloat16": "moments of the checkpoint are rounded to nearest even",
+        "float16": "moments of the checkpoint are rounded to nearest even, with a scale for 128",
+        "float8": "moments of the checkpoint are rounded to nearest even, with a scale for 128",
         "float32": "moments of the checkpoint are widened exactly",
     },
 }

@@ -207,7 +207,8 @@ def test_moments_gradients_and_optimizer_offload_take_what_they_say(planner: Mem
     assert primary.parameters == pytest.approx(plain.parameters / 2, rel=0.01)
     away = replace(run, memory=MemoryConfig(optimizer_offload=0.5))
     (_, here, *_), (_, there, *_) = planner.of(run), planner.of(away)
-    assert there.on_host == pytest.approx(plain.optimizer / 2, abs=2)
+    # Whole blocks of 128, and counts of steps stay.
+    assert there.on_host == pytest.approx(plain.optimizer / 2, rel=1e-6)
     assert here.balanced.optimizer - there.balanced.optimizer == there.on_host
 
 

@@ -21,10 +21,11 @@ from ckpt.translate import Published, Rules, Source, part_of, published_plan
 from core.parallel.groups import Group
 from core.parallel.point_to_point import Hop, start_hops
 from core.state.box import Box
-from core.state.inventory import declared, inventory
+from core.state.inventory import declared
 from core.state.rules import Shape
 from core.state.sharded import ShardedTensor
 from core.transformer.stage import Stage
+from core.transformer.weights import weights
 
 # What weights become: all of one dtype; float8 in scaled blocks, with the rest as it would be without; None: as they are.
 Format = torch.dtype | Literal["float8_blocks"] | None
@@ -141,7 +142,7 @@ def plan_outputs(
     """
     world = model.place.groups.world
     model.wait_for("")
-    held = inventory(model, model.place.groups)
+    held = weights(model, model.place.groups)
     said = together(world, lambda: _holdings(model, held, wish))
     holders: dict[str, dict[Box, list[int]]] = {name: {} for name in shapes}
     about: dict[str, Holding] = {}

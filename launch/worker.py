@@ -121,12 +121,9 @@ def train(out: Path, flag: StopFlag) -> Progress:
     data = open_tokens(Path(file.prepared), vocab=run.model.vocab)
     model = _model(out, file, groups, device)
     _preflight(run, model)
-    formats = formats_of(run.precision, on_host=run.memory.optimizer_offload, seed=run.train.seed)
-    optimizer = make_optimizer(model, run.optimizer, groups, run.parallel, formats)
+    optimizer = _optimizer(run, model, groups)
     scaler = LossScaler(fixed=run.precision.loss_scale) if run.precision.compute == "float16" else None
     start = _restore(out, data, run, Trained(model=model, optimizer=optimizer, scaler=scaler), groups)
-    mine = torch.tensor([measure_matmul_rate(_dtype(run), device)], dtype=torch.float64, device=device)
-    rate = all_reduce_sum(mine, groups.world)
     trainer = Trainer(
         run,
         model,
@@ -134,7 +131,7 @@ def train(out: Path, flag: StopFlag) -> Progress:
         groups,
         train=_loader(run, data.train, groups),
         validation=_loader(run, data.validation, groups),
-        matmul_rate=float(rate),
+        matmul_rate=_matmul_rate(run, groups, device),
         scaler=scaler,
     )
     first = groups.world.position == 0
@@ -196,7 +193,7 @@ def checkpoints_of(out: Path, run: RunConfig) -> Address:
 
 
 def model_state(model: Stage, groups: Groups) -> list[ShardedTensor]:
-    """The model's tensors under the names that a checkpoint has them: `model.…`."""
+    """The model's tensors under the names that a checkpoint has them: `model.…`; not of primary weights, which the optimizer has."""
     pieces = inventory(model, groups).values()
     return [replace(piece, name=f"{MODEL_PREFIX}{piece.name}") for piece in pieces]
 
@@ -289,6 +286,12 @@ def _dtype(run: RunConfig) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[run.precision.compute]
 
 
+def _matmul_rate(run: RunConfig, groups: Groups, device: torch.device) -> float:
+    """FLOP per second that all ranks together reach in products of the run's format."""
+    mine = torch.tensor([measure_matmul_rate(_dtype(run), device)], dtype=torch.float64, device=device)
+    return float(all_reduce_sum(mine, groups.world))
+
+
 def _device(run: RunConfig) -> torch.device:
     if find_profile(run.hardware).device == "cpu":
         return torch.device("cpu")
@@ -325,6 +328,11 @@ def _model(out: Path, file: RunFile, groups: Groups, device: torch.device) -> St
     return model
 
 
+def _optimizer(run: RunConfig, model: Stage, groups: Groups) -> Optimizer:
+    formats = formats_of(run.precision, on_host=run.memory.optimizer_offload, seed=run.train.seed)
+    return make_optimizer(model, run.optimizer, groups, run.parallel, formats)
+
+
 def _preflight(run: RunConfig, model: Stage) -> None:
     """See that tokens reach their experts on all ranks. Raises ParallelError naming the ranks where they do not."""
     moe = next((layer.mlp for layer in run.model.layers if isinstance(layer.mlp, MoE)), None)
@@ -357,7 +365,7 @@ def _restore(out: Path, data: TokenFiles, run: RunConfig, trained: Trained, grou
             f"{folder}: was trained on other tokens than {data.folder} holds, so it cannot go on where it stopped. "
             "Give the --data of the first launch, or start anew with another --out."
         )
-    trained.optimizer.restore([piece for piece in state if piece.name.startswith(OPTIMIZER_PREFIX)])
+    trained.optimizer.restore(state)
     # Of fewer updates than steps where gradients of float16 overflowed.
     trained.optimizer.set_steps(int(extra.get("updates", extra["step"])))
     if trained.scaler is not None:

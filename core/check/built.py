@@ -13,9 +13,8 @@ RULE = "can be planned and priced, and cannot run yet (launch plan --startable f
 
 def not_built(run: RunConfig) -> tuple[Fault, ...]:
     """A fault for each thing that `run` asks for and that the engine cannot do; empty where it can be started."""
-    precision, memory, execution = run.precision, run.memory, run.execution
+    memory, execution = run.memory, run.execution
     asked = {
-        "precision.primary": (precision.primary, False),
         "memory.offload": (",".join(memory.offload) or None, None),
         "execution.graphs": (",".join(execution.graphs) or None, None),
     }

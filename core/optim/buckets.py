@@ -13,7 +13,7 @@ from core.optim.formats import Formats
 from core.optim.kept import share_on_host
 from core.optim.masters import HostMaster, Master, Remainder
 from core.parallel.groups import Group, Groups
-from core.parallel.pending import own_part
+from core.parallel.pending import Pending, own_part, start_all_gather
 from core.state.inventory import Entry, replicas
 
 # Large enough that latency does not matter, small enough that the first is full early in a backward.
@@ -71,6 +71,11 @@ class Bucket:
         self.master = master_of(own_part(self.parameters, self.group), self.formats)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameters."""
+        return self.parameters.dtype
+
+    @property
     def own_gradients(self) -> Tensor:
         """My part of the gradients [n]: after the sum over copies, what the update takes."""
         return own_part(self.gradients, self.group)
@@ -84,6 +89,10 @@ class Bucket:
         """Round the master into my part of the parameters, where it is a copy; another than a tensor has done so in the update."""
         if isinstance(self.master, Tensor) and self.master.dtype != self.parameters.dtype:
             own_part(self.parameters, self.group).copy_(self.master)
+
+    def start_gather(self) -> Pending:
+        """Start to fetch the parameters that other ranks have rounded."""
+        return start_all_gather(self.parameters, self.group)
 
 
 @torch.no_grad()
@@ -101,11 +110,14 @@ def pack(
     parameters for it in the same order, so they come to the same buckets in the same order, whatever else each of them has.
     """
 
-    def kind(entry: Entry) -> Hashable:
-        group = replicas(entry.spec, groups)
-        return group.axis, group.ranks, entry.spec.decay, entry.tensor.dtype
+    chunks = in_chunks(entries, lambda entry: kind_of(entry, groups), bucket_bytes)
+    return tuple(bucket_of(members, groups, formats or Formats()) for members in chunks)
 
-    return tuple(_bucket(members, groups, formats or Formats()) for members in in_chunks(entries, kind, bucket_bytes))
+
+def kind_of(entry: Entry, groups: Groups) -> Hashable:
+    """What parameters of one bucket have in common."""
+    group = replicas(entry.spec, groups)
+    return group.axis, group.ranks, entry.spec.decay, entry.tensor.dtype
 
 
 def in_chunks(
@@ -118,6 +130,31 @@ def in_chunks(
     chunks = [chunk for members in classes.values() for chunk in _chunks_of(members, most_bytes)]
     chunks.sort(key=lambda chunk: chunk[0][0], reverse=True)
     return [[(name, entry) for _, name, entry in chunk] for chunk in chunks]
+
+
+def bucket_of(members: Sequence[tuple[str, Entry]], groups: Groups, formats: Formats) -> Bucket:
+    """The buffers of some parameters, which move into them."""
+    first = members[0][1]
+    group, like = replicas(first.spec, groups), first.tensor
+    starts, size = lay_out(members, like.dtype, group.size, formats.block)
+    parameters = torch.zeros(size, dtype=like.dtype, device=like.device)
+    gradients = torch.zeros(size, dtype=formats.gradients or main_dtype(like.dtype), device=like.device)
+    slots = []
+    for (name, entry), start in zip(members, starts, strict=True):
+        tensor = entry.tensor
+        view = parameters[start : start + tensor.numel()].view(tensor.shape)
+        view.copy_(tensor)
+        tensor.data = view
+        gradient = gradients[start : start + tensor.numel()].view(tensor.shape)
+        slots.append(Slot(name=name, entry=entry, start=start, gradient=gradient))
+    return Bucket(
+        slots=tuple(slots),
+        group=group,
+        decay=first.spec.decay,
+        parameters=parameters,
+        gradients=gradients,
+        formats=formats,
+    )
 
 
 def lay_out(
@@ -164,31 +201,6 @@ def _chunks_of(members: Sequence[tuple[int, str, Entry]], most_bytes: int) -> It
         filled += size
     if chunk:
         yield chunk[::-1]
-
-
-def _bucket(members: Sequence[tuple[str, Entry]], groups: Groups, formats: Formats) -> Bucket:
-    """The buffers of some parameters, which move into them."""
-    first = members[0][1]
-    group, like = replicas(first.spec, groups), first.tensor
-    starts, size = lay_out(members, like.dtype, group.size, formats.block)
-    parameters = torch.zeros(size, dtype=like.dtype, device=like.device)
-    gradients = torch.zeros(size, dtype=formats.gradients or main_dtype(like.dtype), device=like.device)
-    slots = []
-    for (name, entry), start in zip(members, starts, strict=True):
-        tensor = entry.tensor
-        view = parameters[start : start + tensor.numel()].view(tensor.shape)
-        view.copy_(tensor)
-        tensor.data = view
-        gradient = gradients[start : start + tensor.numel()].view(tensor.shape)
-        slots.append(Slot(name=name, entry=entry, start=start, gradient=gradient))
-    return Bucket(
-        slots=tuple(slots),
-        group=group,
-        decay=first.spec.decay,
-        parameters=parameters,
-        gradients=gradients,
-        formats=formats,
-    )
 
 
 def _rounded_up(count: int, unit: int) -> int:

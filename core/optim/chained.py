@@ -9,13 +9,15 @@ from torch import Tensor, nn
 
 from core.config.run import OptimizerConfig
 from core.optim.adam import AdamW, Shard
-from core.optim.buckets import BUCKET_BYTES, Bucket, pack
+from core.optim.buckets import BUCKET_BYTES, Bucket
 from core.optim.distributed import Gathering, Reduction
 from core.optim.formats import Formats
 from core.optim.moments import Place
 from core.optim.norm import sum_of_squares
+from core.optim.primary import PrimaryBucket, pack_with_primary, primary_of
 from core.parallel.collectives import all_reduce_sum
 from core.parallel.groups import Groups
+from core.precision.quantiser import Quantiser
 from core.state.box import flat_boxes
 from core.state.inventory import declared
 from core.state.sharded import ShardedTensor
@@ -25,7 +27,8 @@ class ChainedOptimizer:
     """AdamW with its state spread over the ranks that hold copies of each parameter (ZeRO-1); see Optimizer for its use.
 
     Losses are shares of one sum over the global batch, so every gradient is a plain sum over its copies (contract 4).
-    The model's parameters become views of flat buffers; all its tensors must be where and what they stay.
+    The model's parameters become views of flat buffers; all its tensors must be where and what they stay. primary: by name, the
+    weights that are held as their products read them, and have no values of their own from now on.
     """
 
     def __init__(
@@ -36,13 +39,14 @@ class ChainedOptimizer:
         *,
         bucket_bytes: int = BUCKET_BYTES,
         formats: Formats | None = None,
+        primary: Mapping[str, Quantiser] | None = None,
     ) -> None:
         formats = formats or Formats()
         trained = {name: entry for name, entry in declared(model).items() if entry.spec.trained}
         self.config = config
         self.groups = groups
         self.steps = 0
-        self.buckets = pack(trained, groups, bucket_bytes, formats)
+        self.buckets = pack_with_primary(trained, groups, bucket_bytes, formats, primary or {})
         self.shards = [
             Shard(master=b.master, gradient=b.own_gradients, decay=b.decay, places=_places(b)) for b in self.buckets
         ]
@@ -97,18 +101,22 @@ class ChainedOptimizer:
         self.gathering.wait_for("")
 
     def state(self) -> list[ShardedTensor]:
-        """Moments, and masters where they are copies, of my part of every parameter: `optimizer.<kind>.<parameter>`.
+        """Moments, and masters where they are copies, of my part of every parameter: `optimizer.<kind>.<parameter>`; and of primary
+        weights `model.<parameter>`, rounded to the run's dtype, as the checkpoint of any run has them.
 
         Each element is on exactly one rank. Data are shared with the optimizer where they are kept as a checkpoint has them, and
         copies in host memory otherwise: whoever fills them calls `restore`. Parameters are complete afterwards.
         """
         self.wait_all()
-        return [
+        found = [
             piece
             for bucket, shard in zip(self.buckets, self.shards, strict=True)
             for kind, flat in self._kinds(bucket, shard).items()
-            for piece in _pieces(kind, flat, bucket)
+            for piece in _pieces(f"optimizer.{kind}", flat, bucket)
         ]
+        for bucket in primary_of(self.buckets):
+            found += _pieces("model", bucket.values(), bucket)
+        return found
 
     def restore(self, pieces: Sequence[ShardedTensor]) -> None:
         """Take over what was written to the pieces of `state`. Parameters are complete afterwards."""
@@ -118,10 +126,13 @@ class ChainedOptimizer:
                 continue
             states = {kind: torch.zeros_like(flat) for kind, flat in self._kinds(bucket, shard).items()}
             for kind, flat in states.items():
-                for piece in _pieces(kind, flat, bucket):
+                for piece in _pieces(f"optimizer.{kind}", flat, bucket):
                     piece.data.copy_(found[piece.name, piece.box])
             self.adam.restore(shard, states)
-        if not all(isinstance(bucket.master, Tensor) for bucket in self.buckets):
+        primary = list(primary_of(self.buckets))
+        for bucket in primary:
+            bucket.publish()
+        if primary or not all(isinstance(bucket.master, Tensor) for bucket in self.buckets):
             # Parameters were rounded anew, each by the rank that has its master.
             self.gathering.start()
             self.wait_all()
@@ -131,23 +142,23 @@ class ChainedOptimizer:
         self.steps = steps
         self.adam.set_steps(steps)
 
-    def _kinds(self, bucket: Bucket, shard: Shard) -> dict[str, Tensor]:
+    def _kinds(self, bucket: Bucket | PrimaryBucket, shard: Shard) -> dict[str, Tensor]:
         """The state of my part of a bucket, flat."""
         states = self.adam.states(shard)
-        if isinstance(bucket.master, Tensor) and bucket.master.dtype != bucket.parameters.dtype:
+        if isinstance(bucket.master, Tensor) and bucket.master.dtype != bucket.dtype:
             states["master"] = bucket.master
         return states
 
 
-def _places(bucket: Bucket) -> tuple[Place, ...]:
+def _places(bucket: Bucket | PrimaryBucket) -> tuple[Place, ...]:
     """Where the tensors of a bucket lie in my part of it."""
     return tuple(
         Place(name=slot.name, box=slot.entry.spec.box, start=slot.start - bucket.own_start) for slot in bucket.slots
     )
 
 
-def _pieces(kind: str, flat: Tensor, bucket: Bucket) -> Iterator[ShardedTensor]:
-    """My part `flat` of some state of a bucket, as boxes of the canonical tensors."""
+def _pieces(kind: str, flat: Tensor, bucket: Bucket | PrimaryBucket) -> Iterator[ShardedTensor]:
+    """My part `flat` of some state of a bucket, as boxes of the canonical tensors `<kind>.<parameter>`."""
     low, high = bucket.own_start, bucket.own_start + flat.numel()
     for slot in bucket.slots:
         start, stop = max(low, slot.start), min(high, slot.stop)
@@ -157,4 +168,4 @@ def _pieces(kind: str, flat: Tensor, bucket: Bucket) -> Iterator[ShardedTensor]:
         for box, number in flat_boxes(spec.box, start - slot.start, stop - slot.start):
             at = slot.start + number - low
             data = flat[at : at + box.elements].view(box.shape)
-            yield ShardedTensor(name=f"optimizer.{kind}.{slot.name}", shape=spec.shape, box=box, data=data)
+            yield ShardedTensor(name=f"{kind}.{slot.name}", shape=spec.shape, box=box, data=data)

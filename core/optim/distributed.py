@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from core.optim.buckets import Bucket
+from core.optim.primary import PrimaryBucket
 from core.parallel.groups import Group
-from core.parallel.pending import Pending, start_all_gather, start_reduce_scatter
+from core.parallel.pending import Pending, start_reduce_scatter
 from core.state.shard import local
 
 
@@ -172,15 +173,15 @@ class Reduction:
 class Gathering:
     """Fetches the parts of the parameters that other ranks have updated."""
 
-    def __init__(self, buckets: Sequence[Bucket]) -> None:
+    def __init__(self, buckets: Sequence[Bucket | PrimaryBucket]) -> None:
         # As forward needs them, which is the other way round.
         self.buckets = tuple(bucket for bucket in reversed(buckets) if bucket.group.size > 1)
-        self._pending: dict[Bucket, Pending] = {}
+        self._pending: dict[Bucket | PrimaryBucket, Pending] = {}
 
     def start(self) -> None:
         """Start to gather every bucket; the parameters may not be touched until they have been waited for."""
         assert not self._pending, "the parameters are still on their way"
-        self._pending = {bucket: start_all_gather(bucket.parameters, bucket.group) for bucket in self.buckets}
+        self._pending = {bucket: bucket.start_gather() for bucket in self.buckets}
 
     def wait_for(self, prefix: str) -> None:
         """Wait for the parameter `prefix` and those whose names begin with `prefix.`; "" means all."""

@@ -24,7 +24,7 @@ class Formats:
     are summed over microbatches and copies. None: the dtype of the masters, float32, or float64 for float64 parameters.
 
     masters: `remainder` keeps their low 16 bits beside bfloat16 parameters. on_host: the share of moments and masters that waits in host
-    memory between steps. seed: of stochastic rounding.
+    memory between steps. seed: of stochastic rounding. primary: weights whose products a recipe rounds are held as they are rounded.
     """
 
     moments: torch.dtype | None = None
@@ -32,6 +32,7 @@ class Formats:
     masters: MasterName = "float32"
     on_host: float = 0.0
     seed: int = 0
+    primary: bool = False
 
     @property
     def block(self) -> int:
@@ -47,4 +48,5 @@ def formats_of(precision: PrecisionConfig, *, on_host: float = 0.0, seed: int = 
         masters=precision.masters,
         on_host=on_host,
         seed=seed,
+        primary=precision.primary,
     )

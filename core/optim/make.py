@@ -7,9 +7,12 @@ from core.config.run import OptimizerConfig
 from core.optim.chained import ChainedOptimizer
 from core.optim.formats import Formats
 from core.optim.fsdp import is_sharded_model, shard
+from core.optim.primary import primary_operand
 from core.optim.protocol import Optimizer
 from core.optim.shards import FullyShardedOptimizer
 from core.parallel.groups import Groups
+from core.precision.quantiser import Quantiser
+from core.transformer.quantise import quantisers
 from core.transformer.stage import Stage
 
 
@@ -27,8 +30,15 @@ def make_optimizer(
     """
     match parallel.sharding:
         case "zero1":
-            return ChainedOptimizer(model, config, groups, formats=formats)
+            return ChainedOptimizer(model, config, groups, formats=formats, primary=_primary(model, formats))
         case "fsdp":
             if not is_sharded_model(model):
                 shard(model, groups, None if formats is None else formats.gradients)
             return FullyShardedOptimizer(model, config, groups, formats=formats)
+
+
+def _primary(model: Stage, formats: Formats | None) -> dict[str, Quantiser]:
+    """The weights that are to be held as they are rounded, by name."""
+    if formats is None or not formats.primary:
+        return {}
+    return {q.name: q for q in quantisers(model) if primary_operand(q.recipe) is not None}

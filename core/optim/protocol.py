@@ -57,14 +57,17 @@ class Optimizer(Protocol):
         ...
 
     def state(self) -> list[ShardedTensor]:
-        """This rank's share of the state as `optimizer.<kind>.<parameter>`, parameters being complete afterwards.
+        """This rank's share of the state as `optimizer.<kind>.<parameter>`, and `model.<parameter>` of what the model itself has no
+        values of; parameters are complete afterwards.
 
         Data are shared, or copies in host memory of what is kept in another form: whoever fills them calls `restore`.
         """
         ...
 
     def restore(self, pieces: Sequence[ShardedTensor]) -> None:
-        """Take over what was written to the pieces of `state`, as a checkpoint is loaded."""
+        """Take over what was written to the pieces of `state`, as a checkpoint is loaded; other pieces are passed over.
+
+        Comes after the model's own tensors are loaded."""
         ...
 
     def set_steps(self, steps: int) -> None:

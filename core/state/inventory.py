@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from core.parallel.groups import Group, Groups
 from core.state.box import Box
+from core.state.hollow import is_hollow
 from core.state.seed import normal
 from core.state.shard import is_sharded, local, shard_box
 from core.state.sharded import ShardedTensor
@@ -96,11 +97,14 @@ def piece_of(name: str, entry: Entry, data: Tensor, groups: Groups) -> ShardedTe
 
 
 def inventory(model: nn.Module, groups: Groups) -> dict[str, ShardedTensor]:
-    """Every tensor of `model` as a piece of the canonical state, data shared with the model. Empty shards are left out."""
+    """Every tensor of `model` as a piece of the canonical state, data shared with the model.
+
+    Left out are empty shards, and hollow parameters, whose values the optimizer has: its `state` gives them.
+    """
     return {
         name: piece_of(name, entry, entry.tensor.detach(), groups)
         for name, entry in declared(model).items()
-        if entry.shard is None or entry.shard.elements
+        if (entry.shard is None or entry.shard.elements) and not is_hollow(entry.tensor)
     }
 
 

@@ -228,7 +228,6 @@ def test_f1_every_set_up_on_other_numbers_of_gpus_is_refused_for_just_the_grids_
 # --------------------------------------------------------------------------------------------- what is not built yet
 
 UNBUILT = (
-    ("precision.primary", "true", "false"),
     ("memory.offload", "core_attn,moe_act", "none"),
     ("execution.graphs", "attn,moe_router", "none"),
 )
@@ -236,7 +235,7 @@ UNBUILT = (
 
 def test_what_can_be_planned_and_not_run_is_one_fault_each_with_the_value_that_runs() -> None:
     assert not_built(RUN) == ()
-    texts = ["precision.recipe=fp8_current", *(f"{key}={value}" for key, value, _ in UNBUILT)]
+    texts = [f"{key}={value}" for key, value, _ in UNBUILT]
     run, wrong = override(RUN, [parse_assignment(text) for text in texts])
     assert not wrong
     faults = not_built(run)

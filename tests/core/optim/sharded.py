@@ -28,7 +28,9 @@ def built(
     """The initialised model of a case, and its optimizer."""
     stages = layout_of(case.model, case.parallel).embedding_stages(case.model.tied_embeddings)
     groups = groups_for(case.parallel, embedding_stages=stages, meter=meter)
-    model = build_model(case.model, groups=groups, parallel=case.parallel, dtype=dtype)
+    model = build_model(
+        case.model, groups=groups, parallel=case.parallel, memory=case.memory, recipe=case.recipe, seed=7, dtype=dtype
+    )
     initialise(model, 7)
     return model, make_optimizer(model, case.optimizer, groups, case.parallel, formats), groups
 

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks import gpu_products
 from benchmarks.moe_layer import ours, transformers
 from core.config.architecture import AuxLoss, Groups, MoE, Router
 from core.config.mapping import ParallelConfig
@@ -141,6 +142,7 @@ def run(shapes: list[Shape], tokens: int, device: torch.device) -> list[str]:
             print(line(case, error, copy), flush=True)
         if device.type == "cuda":
             print(layer_line(shape, tokens, device), flush=True)
+        print(*gpu_products.lines(*product_sizes(shape, tokens, device), seconds), sep="\n", flush=True)
     return wrong
 
 
@@ -378,6 +380,13 @@ def _cross_entropy(logits: Tensor) -> Iterator[Case]:
         # The copy in front, and the logits read and their gradient written.
         moved_bytes=4 * logits.nbytes,
     )
+
+
+def product_sizes(shape: Shape, tokens: int, device: torch.device) -> tuple[int, int, Tensor]:
+    """Of an expert's first product: what is summed over, its width, and a balanced rank's rows of experts, whole blocks of every recipe's."""
+    moe = shape.moe
+    each = max(1, tokens * min(moe.top_k, shape.held) // shape.held // 128) * 128
+    return shape.hidden, 2 * moe.expert_ffn, torch.full((shape.held,), each, device=device)
 
 
 def layer_line(shape: Shape, tokens: int, device: torch.device) -> str:

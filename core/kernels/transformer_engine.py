@@ -64,7 +64,15 @@ class Engine:
         left, right = grad.contiguous().split(counts), rows.contiguous().split(counts)
         held = [e for e, count in enumerate(counts) if count]
         if held:
-            self._call([right[e] for e in held], [left[e] for e in held], [out[e] for e in held], "NT", grad=True)
+            splits = [counts[e] for e in held]  # which its binding demands, and does not use here
+            self._call(
+                [right[e] for e in held],
+                [left[e] for e in held],
+                [out[e] for e in held],
+                "NT",
+                grad=True,
+                m_splits=splits,
+            )
         return out
 
     def _of_pieces(self, x: Tensor, weight: Tensor, layout: str, out: Tensor, pieces: Pieces) -> Tensor:

@@ -17,6 +17,9 @@ def test_every_kernel_is_what_its_reference_says(capsys: pytest.CaptureFixture[s
     table = capsys.readouterr().out
     for name in ("top-k", "row map", "unpermute", "SwiGLU x weight backward", "weight gradient", "cross-entropy"):
         assert name in table
+    # What this processor has in low precision, and what it lacks.
+    assert "product of e5m2 with one scale by e4m3 with one scale\t0." in table
+    assert "of_weights of MX e4m3 by MX e4m3\tit needs compute capability 10.0" in table
 
 
 def test_a_wrong_kernel_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

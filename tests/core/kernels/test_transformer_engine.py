@@ -40,9 +40,10 @@ def general_grouped_gemm(  # noqa: PLR0913, PLR0917
     """The signature of transformer-engine 2.20.2. Its matrices lie by columns: out.T = op(A.T) @ op(B.T), op as the layout says."""
     assert not (gelu or accumulate or use_bias or bias or D_dtype), "not asked for by the adapter"
     assert quantization_params == [None] * len(A) and out_dtype == out[0].dtype
+    assert m_splits is not None, "the binding takes a list of numbers, and nothing else"
     outs = list(out)
     if single_output:
-        assert len(out) == 1 and m_splits is not None and len(m_splits) == len(A) == len(B)
+        assert len(out) == 1 and len(m_splits) == len(A) == len(B)
         assert sum(m_splits) == len(out[0]) and [len(b) for b in B] == m_splits
         outs = list(out[0].split(m_splits))
     for a, b, y in zip(A, B, outs, strict=True):
@@ -78,7 +79,8 @@ def test_experts_by_transformer_engine_are_the_plain_loop(
         weight,
         *(draw(2 + i, *s, dtype=dtype) for i, s in enumerate(shapes)),
     ]
-    form = Form(products=products_of("transformer_engine"), activation=SquaredReLU())
+    products = products_of("transformer_engine")
+    form = Form(first=products, second=products, activation=SquaredReLU())
 
     def engine(*x: Tensor) -> Tensor:
         return expert_mlp_grouped(*x[:4], counts, Biases(gate_up=x[4], down=x[5], first=1), form)

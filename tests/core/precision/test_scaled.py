@@ -45,7 +45,17 @@ PAIRS = [
     (BLACKWELL, NVFP4_ROWS, NVFP4_ROWS),
     (BLACKWELL, NVFP4_ROWS, NVFP4_WEIGHT),
 ]
-SHAPES = [(1, 1, 1), (5, 7, 11), (128, 128, 128), (131, 257, 389), (16, 48, 640), (0, 16, 32), (3, 0, 32), (16, 16, 0)]
+SHAPES = [
+    (1, 1, 1),
+    (5, 7, 11),
+    (128, 128, 128),
+    (131, 257, 389),
+    (16, 48, 640),
+    (44, 16, 1376),
+    (0, 16, 32),
+    (3, 0, 32),
+    (16, 16, 0),
+]
 COUNTS = [(32, 0, 160, 96), (0, 0, 64), (0, 0)]
 WHOLE_COUNTS = [(128, 0, 256), (0, 0)]  # of blocks of 128 along the rows
 
@@ -116,6 +126,14 @@ def test_experts_products_are_the_references(kind: Kind, grouped: bool, machine:
     weights_of_experts = {SQUARES, ANY_SQUARES, NVFP4_WEIGHT}
     if a in weights_of_experts or (kind == "of_weights" and b in weights_of_experts):
         return  # blocks of several rows are for weights
+    if kind == "of_rows":  # which may be any number
+        operands = experts(kind, (44, 0, 13), a, b, 37, 96)
+        truth = all_products(Reference(), kind, operands, torch.float64)
+        check(
+            all_products(Scaled(machine=machine, align=1, grouped=grouped), kind, operands, torch.bfloat16),
+            truth,
+            torch.bfloat16,
+        )
     for counts in WHOLE_COUNTS if kind == "of_weights" and isinstance(a, Blocks) else COUNTS:
         for n, s in ((37, 389), (144, 64)):
             operands = experts(kind, counts, a, b, n, s)

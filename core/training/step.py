@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -90,13 +90,12 @@ def train_step(
     with clock.phase("reduce"):
         optimizer.reduce()
         reduced = _reduced(model, sums, groups)
-        losses, counts = reduced.losses, reduced.counts
         norm = optimizer.gradient_norm() / scale
     overflow = not math.isfinite(norm)
     if overflow:
         forget(histories(model))
-    if (overflow and scaler is None) or not all(math.isfinite(loss) for loss in losses):
-        raise NotFiniteError(_not_finite_message(losses, norm, done))
+    if (overflow and scaler is None) or not all(math.isfinite(loss) for loss in reduced.losses):
+        raise NotFiniteError(_not_finite_message(reduced.losses, norm, done))
     if before_update is not None:
         with clock.phase("checkpoint"):
             before_update()
@@ -105,21 +104,26 @@ def train_step(
         remember(histories(model), groups)
         if not overflow:
             optimizer.step(rate, norm, scale)
-            move_biases(model, counts, reduced.quantiles)
+            move_biases(model, reduced.counts, reduced.quantiles)
         if scaler is not None:
             scaler.note(done + 1, overflow=overflow)
-    expert_counts = {layer: [int(count) for count in row.tolist()] for layer, row in counts.items()}
+    told = _told(reduced, totals, norm, groups.ep.size)
+    return replace(told, seconds=clock.seconds, loss_scale=None if scaler is None else scale, skipped=overflow)
+
+
+def _told(reduced: _Reduced, totals: Totals, norm: float, ep: int) -> StepResult:
+    """A step in numbers, but for its time and its scaler."""
+    expert_counts = {layer: [int(count) for count in row.tolist()] for layer, row in reduced.counts.items()}
+    first, *ahead = reduced.losses
     return StepResult(
-        loss=losses[0] / max(1, totals.labels),
-        ahead=tuple(loss / max(1, n) for loss, n in zip(losses[1:], totals.ahead, strict=True)),
+        loss=first / max(1, totals.labels),
+        ahead=tuple(loss / max(1, n) for loss, n in zip(ahead, totals.ahead, strict=True)),
         balance=reduced.balance,
         gradient_norm=norm,
         expert_counts=expert_counts,
-        insight=_insight(reduced, expert_counts, totals.tokens, groups.ep.size),
+        insight=_insight(reduced, expert_counts, totals.tokens, ep),
         tokens=totals.tokens,
-        seconds=clock.seconds,
-        loss_scale=None if scaler is None else scale,
-        skipped=overflow,
+        seconds={},
     )
 
 

@@ -15,9 +15,11 @@ nothing. What may still differ, and by how much:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,7 +27,8 @@ import torch
 from core.config.architecture import GQA, Dense, Layer, ModelConfig, MoE, Router, SharedExperts
 from core.config.mapping import DispatcherName, ParallelConfig
 from core.config.memory import MemoryConfig
-from core.config.recipe import NVFP4, RECIPES, InputGradient, Recipe, WeightGradient
+from core.config.recipe import FP8_BLOCKWISE, MXFP8, NVFP4, RECIPES, InputGradient, Operand, Recipe, WeightGradient
+from core.config.recipe_text import parse_recipe
 from core.config.run import OptimizerConfig
 from tests.core.tiny import SEQUENCE_LOSS, Z_LOSS, Case, Trained, assemble, mixtral, train, train_all
 from tests.ranks import Ranks
@@ -64,6 +67,12 @@ ALL: dict[str, Recipe] = {**RECIPES, "nvfp4, to nearest": _nearest(NVFP4)}
 DETERMINISTIC = [name for name in ALL if name != "nvfp4"]
 # Without a scale of a whole tensor: nothing depends on who else has rows.
 OF_ROWS = ("fp8_blockwise", "mxfp8")
+# Tokens with two bits of mantissa for the forward, and three for the weight gradient where they come whole.
+COARSE = replace(MXFP8, forward=replace(MXFP8.forward, input=Operand(element="e5m2", scaling="mx")))
+SENT = {
+    f"{name}, sent": replace(recipe, dispatch=True)
+    for name, recipe in {"fp8_blockwise": FP8_BLOCKWISE, "mxfp8": MXFP8, "coarse": COARSE}.items()
+}
 
 
 def case(recipe: str, *, microbatch: int = 4, memory: MemoryConfig | None = None, **mapping: int | str) -> Case:
@@ -74,7 +83,7 @@ def case(recipe: str, *, microbatch: int = 4, memory: MemoryConfig | None = None
         steps=2,
         optimizer=SMOOTH,
         dtype=torch.float32,
-        recipe=ALL[recipe],
+        recipe={**ALL, **SENT, "coarse": COARSE}[recipe],
         memory=memory or MemoryConfig(),
     )
 
@@ -118,6 +127,17 @@ def test_experts_on_other_ranks_change_no_bit_where_every_row_has_scales_of_its_
 ) -> None:
     (found,) = on_two(ranks, case(recipe, ep=2, dispatcher=dispatcher))
     assert all(losses(trained) == losses(alone(recipe)) for trained in found)
+
+
+@pytest.mark.parametrize("recipe", SENT)
+def test_tokens_that_travel_as_bytes_give_the_same_losses_wherever_their_experts_are(ranks: Ranks, recipe: str) -> None:
+    """Those of tokens that travel as they are, too: what is rounded once more under powers of two stays as it is. Unless the weight
+    gradient would have read them finer."""
+    plain = losses(alone(recipe.removesuffix(", sent")))
+    assert losses(alone(recipe))[0] == plain[0] and (losses(alone(recipe)) == plain) == (recipe != "coarse, sent")
+    names: tuple[DispatcherName, ...] = ("alltoall", "allgather", "flex")
+    for found in on_two(ranks, *(case(recipe, ep=2, dispatcher=name) for name in names)):
+        assert all(losses(trained) == losses(alone(recipe)) for trained in found)
 
 
 @pytest.mark.parametrize("recipe", DETERMINISTIC)
@@ -180,3 +200,13 @@ def test_histories_are_the_same_under_all_mappings_and_of_the_largest_numbers(ra
             # The oldest is of the first step, whose forward is the same; later ones follow the weights, and gradients roundings.
             torch.testing.assert_close(whole[name][..., :2, 1], history[..., :2, 1], rtol=1e-5, atol=0)
             torch.testing.assert_close(whole[name], history, rtol=0.3, atol=0)
+
+
+def test_the_recipe_that_the_page_writes_trains(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "recipes.md").read_text()
+    file = tmp_path / "mine.py"
+    file.write_text(re.findall(r"```python\n(.*?)```", page, re.S)[0])
+    recipe = parse_recipe(f"{file}:MINE")
+    plain, ours = train(replace(case("mxfp8"), recipe=None)), train(replace(case("mxfp8"), recipe=recipe))
+    assert losses(ours) != losses(plain)
+    assert losses(ours) == pytest.approx(losses(plain), rel=1e-2)

@@ -58,7 +58,7 @@ def train_options() -> list[click.Parameter]:
         ),
         click.Option(["--resume"], is_flag=True, help="Continue the run in --out from its last checkpoint."),
         click.Option(["--seed"], type=int, metavar="N", help="Seed of the weights and of the data's order."),
-        click.Option(["--dtype"], metavar="float32|bfloat16", help="Format of parameters and activations."),
+        click.Option(["--dtype"], metavar="float32|bfloat16|float16", help="Format of parameters and activations."),
         *place_options(),
         click.Option(["--dry-run"], is_flag=True, help="Print the plan, every setting and the script; start nothing."),
     ]

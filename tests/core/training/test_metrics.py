@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from subprocess import run as run_process
 
@@ -157,3 +158,14 @@ def test_what_rounding_loses_is_in_the_file_and_a_curve_for_each_number_of_each_
     assert "precision" not in second
     tags = [tag for tag, _ in scalars(told) if tag.startswith("precision/")]
     assert tags == [f"precision/{name}/layers.1/{operand}" for operand in ("input", "weight") for name in numbers]
+
+
+def test_the_factor_of_float16_is_in_the_file_and_a_curve_and_nowhere_else(tmp_path: Path) -> None:
+    told = replace(step(1), loss_scale=32768.0, skipped=1, grad_norm=float("inf"))
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(told)
+        writer.write(step(2))
+    first, second = read_metrics(tmp_path)
+    assert (first["loss_scale"], first["skipped"], first["grad_norm"]) == (32768.0, 1, None)
+    assert not {"loss_scale", "skipped"} & second.keys()
+    assert {"optimizer/loss_scale": 32768.0, "optimizer/skipped": 1}.items() <= dict(scalars(told)).items()

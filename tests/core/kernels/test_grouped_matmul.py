@@ -34,7 +34,8 @@ def operands(
 
 
 def expert_mlp_grouped_mm(*operands: Any) -> Tensor:
-    return expert_mlp_grouped(*operands, None, Form(products=products_of("grouped_mm")))
+    products = products_of("grouped_mm")
+    return expert_mlp_grouped(*operands, None, Form(first=products, second=products))
 
 
 def run(form: Callable[..., Tensor], counts: tuple[int, ...], tensors: list[Tensor]) -> list[Tensor]:

@@ -135,6 +135,13 @@ class Recipe:
         return max((BITS[operand.element] for _, operand in self.operands()), default=16)
 
     @property
+    def held(self) -> Operand | None:
+        """How a weight is rounded for all that is multiplied by it; None where it is not, or not once for both products."""
+        operand, other = self.forward.weight, self.input_gradient.weight
+        once = operand is not None and operand == other and not operand.hadamard and not operand.stochastic
+        return operand if once else None
+
+    @property
     def delayed(self) -> bool:
         """Whether it remembers the largest values of earlier steps."""
         return "delayed" in self.scalings

@@ -13,6 +13,7 @@ from core.config.precision import BYTES, state_bytes
 from core.config.run import RunConfig
 from core.pipeline.layout import Part, layout_of
 from launch.plan.candidates import Setup
+from launch.plan.weights import held_bytes
 from launch.profiles import Profile
 
 # A forward costs half a backward, so a step that computes everything again takes a third longer.
@@ -170,11 +171,9 @@ def leanest(run: RunConfig, fixed: frozenset[str], profile: Profile) -> Leanest:
     if low and "moments" in free:
         states = min(states, state_bytes(replace(precision, moments="bfloat16")))
     on_host = run.memory.optimizer_offload if "memory.optimizer_offload" in fixed else 1.0
-    # A weight of four bits or eight, or of what is computed with.
+    least = 1.0 if precision.recipe is None else held_bytes(replace(precision, primary=True))
     return Leanest(
-        weight=(1.0 if precision.recipe is None else precision.recipe.bits / 8)
-        if primary
-        else BYTES[precision.compute],
+        weight=min(least, BYTES[precision.compute]) if primary else held_bytes(precision),
         gradient=BYTES[gradients],
         states=(1 - on_host) * states,
     )

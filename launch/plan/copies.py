@@ -9,6 +9,7 @@ from core.config.run import RunConfig
 from core.pipeline.layout import Part
 from launch.plan.communication import copied
 from launch.plan.pricing import Passes, Pricing
+from launch.plan.weights import fetched_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,11 +35,11 @@ def copy_time(parts: tuple[Part, ...], passes: Passes, pricing: Pricing, microba
     run = pricing.run
     dense, experts = passes.dense + tables(parts, pricing), passes.experts
     forward, backward = passes.forward.total, passes.backward.total
-    axes, update = [], 0.0
-    for name, axis, numbers in (("dp", "replicas", dense), ("edp", "edp", experts)):
+    axes, update, written = [], 0.0, 0.0
+    for name, axis, numbers, low in (("dp", "replicas", dense, passes.low[0]), ("edp", "edp", experts, passes.low[1])):
         copies = pricing.links.axes[axis].size
         summed = copied(numbers, axis, pricing.links, _gradient_bytes(run))
-        gathered = copied(numbers, axis, pricing.links, _parameter_bytes(run))
+        gathered = copied(numbers, axis, pricing.links, _parameter_bytes(run, low / numbers if numbers else 0.0))
         if run.parallel.sharding == "zero1":
             exposed = max(0.0, summed[1] - backward) + max(0.0, gathered[1] - forward)
             sent, seconds = (a + b for a, b in zip(summed, gathered, strict=True))
@@ -48,7 +49,9 @@ def copy_time(parts: tuple[Part, ...], passes: Passes, pricing: Pricing, microba
             sent, seconds = (microbatches * (a + 2 * b) for a, b in zip(summed, gathered, strict=True))
         axes.append((name, sent, seconds, exposed))
         update += numbers / copies
-    return CopyTime(axes=tuple(axes), optimizer=_update(update, pricing))
+        written += low / copies
+    share = written / update if update else 0.0
+    return CopyTime(axes=tuple(axes), optimizer=_update(update, _parameter_bytes(run, share), pricing))
 
 
 def tables(parts: tuple[Part, ...], pricing: Pricing) -> float:
@@ -64,21 +67,18 @@ def _gradient_bytes(run: RunConfig) -> float:
     return 2 if run.precision.main_gradients == "bfloat16" else 4
 
 
-def _parameter_bytes(run: RunConfig) -> float:
-    """Of a gathered number: primary weights travel in the recipe's format."""
-    precision = run.precision
-    if precision.primary and precision.recipe is not None:
-        return precision.recipe.bits / 8
-    return BYTES[precision.compute]
+def _parameter_bytes(run: RunConfig, low: float) -> float:
+    """Of a gathered number, on average. low: the share of them that a recipe takes."""
+    return low * fetched_bytes(run.precision) + (1 - low) * BYTES[run.precision.compute]
 
 
-def _update(numbers: float, pricing: Pricing) -> float:
+def _update(numbers: float, weight: float, pricing: Pricing) -> float:
     """Adam passes memory once: gradients are read; masters and both moments read and written; parameters written. States that wait in
-    host memory come and go over its link, both ways at once."""
+    host memory come and go over its link, both ways at once. weight: bytes of a parameter."""
     run, precision = pricing.run, pricing.run.precision
     states = state_bytes(precision)
     beside = BYTES["float32"] if precision.compute == "float32" else 0
-    read = _parameter_bytes(run) if precision.masters == "remainder" else 0
-    passed = _gradient_bytes(run) + 2 * (states + beside) + _parameter_bytes(run) + read
+    read = weight if precision.masters == "remainder" else 0
+    passed = _gradient_bytes(run) + 2 * (states + beside) + weight + read
     moved = run.memory.optimizer_offload * states / pricing.chip.host_link
     return numbers * max(passed / pricing.chip.memory_bandwidth, moved)

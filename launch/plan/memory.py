@@ -12,6 +12,7 @@ from functools import cached_property
 
 from core.attention.packing import held_tokens
 from core.config.architecture import MoE
+from core.config.products import quantised_products
 from core.config.run import RunConfig
 from core.parallel.fake import PlannedWorld, plan_world
 from core.parallel.groups import Groups
@@ -108,10 +109,17 @@ class MemoryPlanner:
         parts, tied, dtype = place.parts(rank), run.model.tied_embeddings, FLOATS[run.precision.compute]
         named = held_names(parts, pieces.experts.entries, pieces.kinds, tied)
         if run.parallel.sharding == "zero1":
-            return zero1(named, place.groups(rank), dtype, run.precision, run.memory.optimizer_offload)
+            taken = _taken(run) if run.precision.primary else frozenset()
+            return zero1(named, place.groups(rank), dtype, run.precision, taken, run.memory.optimizer_offload)
         gathers = gathers_of(parts, tied, len(run.model.mtp_layers()))
         away = run.memory.optimizer_offload
         return fsdp(named, place.groups(rank), dtype, run.precision, gathers, away)
+
+
+def _taken(run: RunConfig) -> frozenset[str]:
+    """The names of the weights that a run's recipe takes."""
+    recipe = run.precision.recipe
+    return frozenset(() if recipe is None else (product.name for product in quantised_products(recipe, run.model)))
 
 
 def _parts(place: Place, pieces: RankPieces, rank: int, *, hot: bool) -> tuple[PartLoad, ...]:

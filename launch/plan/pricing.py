@@ -59,7 +59,8 @@ def added(costs: Iterable[Cost]) -> Cost:
 class Passes:
     """Seconds of one microbatch, forward and backward. sent: by axis the bytes that it sends, and their seconds if nothing hid them.
 
-    dense, experts: numbers of weights that are passed, without those of embedding and head, which several parts may share.
+    dense, experts: numbers of weights that are passed, without those of embedding and head, which several parts may share; low: how many
+    of either a recipe takes.
     """
 
     forward: Cost
@@ -67,6 +68,7 @@ class Passes:
     sent: tuple[tuple[str, float, float], ...] = ()
     dense: float = 0.0
     experts: float = 0.0
+    low: tuple[float, float] = (0.0, 0.0)
 
 
 def added_passes(passes: Iterable[Passes]) -> Passes:
@@ -78,6 +80,7 @@ def added_passes(passes: Iterable[Passes]) -> Passes:
         sent=tuple(sent for p in each for sent in p.sent),
         dense=sum(p.dense for p in each),
         experts=sum(p.experts for p in each),
+        low=(sum(p.low[0] for p in each), sum(p.low[1] for p in each)),
     )
 
 
@@ -193,6 +196,7 @@ class Pricing:
             sent=tuple(sent),
             dense=sum(w.weights for w in works if w.held == "layer"),
             experts=sum(w.weights for w in works if w.held == "experts"),
+            low=(_low(works, "layer"), _low(works, "experts")),
         )
 
     def _waiting(self, cost: Cost, launches: float, host_bytes: float) -> Cost:
@@ -228,6 +232,10 @@ class Pricing:
                 crossing = over_tp("head", share.hidden, share, self.links)
                 found.append(self.passes((loss_work(model.vocab, share),), crossing, 0, 0))
         return tuple(found)
+
+
+def _low(works: Iterable[Work], held: str) -> float:
+    return sum(work.low * work.weights for work in works if work.held == held)
 
 
 def launched(layer: Layer, graphs: tuple[GraphName, ...]) -> float:

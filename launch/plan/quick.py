@@ -7,7 +7,7 @@ tests/launch/plan/test_quick.py holds the sums against the plan's own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import lcm
@@ -16,6 +16,7 @@ from core.config.architecture import MoE
 from core.config.mapping import ParallelConfig, ScheduleName
 from core.config.memory import RecomputeName
 from core.config.precision import BYTES, PrecisionConfig, state_bytes
+from core.config.products import quantised_products
 from core.config.recipe import Recipe
 from core.config.run import RunConfig
 from core.optim.buckets import BUCKET_BYTES
@@ -29,6 +30,7 @@ from launch.plan.moments import Fullest, State, enough, fullest_of, states, take
 from launch.plan.pieces import RankPieces, Traces
 from launch.plan.result import MemoryParts, RankMemory
 from launch.plan.trace import PieceTrace
+from launch.plan.weights import held_bytes, primary_operand
 
 # Attention that is made again keeps the queries, keys and values that it begins with, which would otherwise be made again too.
 TOGETHER: tuple[RecomputeName, ...] = ("core_attn", "mla_up_proj")
@@ -217,9 +219,10 @@ class QuickMemory:
         key = (tp, recipe)
         if key not in self._elements:
             own = self._run.parallel
-            entries = self._at(replace(own, tp=tp), recipe, ()).experts.entries
-            whole = own.ep * own.etp
-            self._elements[key] = _by_owner(entries, whole)
+            tracer = self._at(replace(own, tp=tp), recipe, ()).experts
+            traced = tracer.setting
+            low = () if traced.recipe is None else quantised_products(traced.recipe, traced.model)
+            self._elements[key] = _by_owner(tracer.entries, {product.name for product in low}, own.ep * own.etp)
         return self._elements[key]
 
     def owners(self, parts: Iterable[Part], kinds: Kinds) -> Iterator[str]:
@@ -248,6 +251,10 @@ class QuickMemory:
         element, gradient = BYTES[precision.compute], BYTES[precision.main_gradients]
         states = state_bytes(precision) * (dense / copies[0] + experts / copies[1])
         weights = element * (dense + experts) - saved * low
+        if primary_operand(precision) is not None and precision.compute == "float32":
+            # The masters are no longer the parameters.
+            low_dense, low_experts = sum(e.quantised_dense for e in owners), sum(e.quantised_experts for e in owners)
+            states += 4 * (low_dense / copies[0] + low_experts / spread / copies[1])
         gradients = gradient * (dense + experts)
         if p.sharding == "fsdp":
             shards = copies[0] / p.fsdp_replicas, max(1.0, copies[1] / p.fsdp_replicas)
@@ -289,10 +296,8 @@ def units(recompute: Sequence[RecomputeName]) -> list[tuple[RecomputeName, ...]]
 
 
 def primary_saved(precision: PrecisionConfig) -> float:
-    """Bytes of an element that primary weights of a recipe save."""
-    if not precision.primary or precision.recipe is None:
-        return 0.0
-    return BYTES[precision.compute] * (1 - precision.recipe.bits / 16)
+    """Bytes of an element that primary weights of a recipe save; below zero where both roundings take more than the element."""
+    return BYTES[precision.compute] - held_bytes(precision)
 
 
 @lru_cache(maxsize=4096)
@@ -307,8 +312,8 @@ def states_of(name: ScheduleName, stages: int, virtual: int, microbatches: int, 
     return tuple(state for kept in found.values() for state in kept)
 
 
-def _by_owner(entries: dict[str, Entry], whole: int) -> dict[str, Elements]:
-    """Elements of the entries of a model with a layer of each kind; those of experts of all ranks together."""
+def _by_owner(entries: dict[str, Entry], taken: Collection[str], whole: int) -> dict[str, Elements]:
+    """Elements of the entries of a model with a layer of each kind; those of experts of all ranks together. taken: by the recipe."""
     found: dict[str, Elements] = {}
     for name, entry in entries.items():
         words = name.split(".")
@@ -318,8 +323,7 @@ def _by_owner(entries: dict[str, Entry], whole: int) -> dict[str, Elements]:
         if not entry.spec.trained:
             found[owner] = replace(before, buffers=before.buffers + entry.tensor.nbytes)
             continue
-        inside = words[0] in ("layers", "mtp") and len(entry.spec.shape) > 1
-        low = size if inside and ".router." not in name and "bias" not in name else 0.0
+        low = size if name in taken else 0.0
         found[owner] = replace(
             before,
             dense=before.dense + (0.0 if expert else size),

@@ -6,7 +6,7 @@ spread over the copies that tp, cp and dp make, experts over edp (ZeRO-1), or ov
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,8 @@ from core.parallel.groups import Group, Groups
 from core.pipeline.layout import Part
 from core.state.inventory import Entry, replicas
 from launch.plan.kinds import Kinds
+from launch.plan.primary import primary_bytes, told
+from launch.plan.weights import primary_operand
 
 Named = tuple[str, Entry]
 
@@ -77,31 +79,52 @@ def _owner(name: str) -> tuple[str, str]:
 
 
 def zero1(
-    named: Sequence[Named], groups: Groups, dtype: torch.dtype, precision: PrecisionConfig, away: float = 0.0
+    named: Sequence[Named],
+    groups: Groups,
+    dtype: torch.dtype,
+    precision: PrecisionConfig,
+    taken: Collection[str] = (),
+    away: float = 0.0,
 ) -> Resident:
-    """As `core.optim.buckets.pack` and `core.optim.adam.AdamW` allocate it. away: the share of states that waits in host memory."""
+    """As `core.optim.buckets.pack`, `core.optim.primary.pack_with_primary` and `core.optim.adam.AdamW` allocate it.
+
+    taken: the names of weights that the recipe takes. away: the share of states that waits in host memory.
+    """
     trained, buffers = _split(named)
+    operand = primary_operand(precision)
+    low = {id(entry) for name, entry in trained.items() if operand is not None and name in taken}
 
     def kind(entry: Entry) -> Hashable:
         group = replicas(entry.spec, groups)
-        return group.axis, group.ranks, entry.spec.decay, entry.tensor.dtype
+        return (group.axis, group.ranks, entry.spec.decay, entry.tensor.dtype), id(entry) in low
 
     main, parameters, gradients, optimizer, travelling, on_host = main_dtype(dtype), buffers, 0, 0, 0, 0
     sent: dict[str, int] = {}
     for members in in_chunks(trained, kind, BUCKET_BYTES):
-        group = replicas(members[0][1].spec, groups)
-        _, size = lay_out(members, dtype, group.size, formats_of(precision).block)
-        share, bits = size // group.size, _primary_share(members, precision)
-        parameters += int(size * dtype.itemsize * bits)
+        first = members[0][1]
+        group = replicas(first.spec, groups)
+        unit, cut = formats_of(precision).block, dict[str, int]()
+        if operand is not None and id(first) in low:
+            found = primary_bytes(members, operand, dtype, group.size, unit)
+            size, held, gathered = found.size, found.held, found.gathered
+            measuring, cut = told(found, first, groups, group.size)
+            own = main.itemsize
+        else:
+            _, size = lay_out(members, dtype, group.size, unit)
+            held = gathered = size * dtype.itemsize
+            own, measuring = BYTES[precision.masters] if dtype != main else 0, 0
+        share = size // group.size
+        parameters += held
         gradients += size * _gradient_bytes(main, precision)
-        own = BYTES[precision.masters] if dtype != main or bits < 1 else 0
         optimizer += _state_bytes(share, own, main, precision) + 4
         on_host += _state_bytes(share_on_host(share, away), own, main, precision)
         if group.size > 1:
             travelling = max(travelling, size * _gradient_bytes(main, precision))
-            others = (group.size - 1) * share
-            back = int(others * dtype.itemsize * bits)
-            sent[group.axis] = sent.get(group.axis, 0) + others * _gradient_bytes(main, precision) + back
+            summed = (group.size - 1) * share * _gradient_bytes(main, precision)
+            back = (group.size - 1) * gathered // group.size
+            sent[group.axis] = sent.get(group.axis, 0) + summed + back + measuring
+        for axis, count in cut.items():
+            sent[axis] = sent.get(axis, 0) + count
     return Resident(
         parameters=parameters,
         gradients=gradients,
@@ -259,22 +282,3 @@ def _state_bytes(elements: int, master: int, main: torch.dtype, precision: Preci
     """Both moments of so many elements with their scales, and masters of so many bytes."""
     scales = -(-elements // BLOCK) if precision.moments in SCALED_MOMENTS else 0
     return elements * (master + 2 * (formats_of(precision).moments or main).itemsize) + 2 * scales
-
-
-# What follows is declared and not built yet (core/check/built.py): planned by this rule.
-
-
-def _primary_share(members: Sequence[Named], precision: PrecisionConfig) -> float:
-    """How much of its bytes in `compute` a bucket takes whose matrices are held in the recipe's format; norms, routers, embedding and
-    head stay as they are."""
-    if not precision.primary or precision.recipe is None:
-        return 1.0
-    bits = precision.recipe.bits / 16
-    total = sum(entry.tensor.numel() for _, entry in members)
-    held = sum(entry.tensor.numel() for name, entry in members if _quantised(name, entry))
-    return 1.0 - held / total * (1.0 - bits)
-
-
-def _quantised(name: str, entry: Entry) -> bool:
-    inside = name.startswith(("layers.", "mtp."))
-    return inside and len(entry.spec.shape) > 1 and ".router." not in name and "bias" not in name

@@ -21,12 +21,14 @@ from core.optim.shards import FullyShardedOptimizer
 from core.parallel.groups import Groups, groups_for
 from core.parallel.meter import Meter
 from core.pipeline.layout import layout_of
+from core.precision.quantiser import Quantiser
 from core.state.inventory import initialise
 from core.state.shard import local
 from core.training.clock import Clock
 from core.training.step import train_step
 from core.training.work import train_microbatches
 from core.transformer.context import BalanceInputs, TokenBatch, Totals
+from core.transformer.quantise import quantisers
 from core.transformer.stage import PartOutput, Stage, build_model
 from launch.plan.survivors import Watch
 from launch.plan.trace import FLOATS, Alike, kinds_by_path
@@ -182,7 +184,8 @@ def _run(model: Stage, chunk: int, batch: TokenBatch, received: Tensor | None) -
 
 def _held(model: Stage, optimizer: Optimizer) -> tuple[int, int, int, int]:
     """Bytes of parameters with buffers, of main gradients, of the optimizer's own tensors, and of those in host memory."""
-    parameters = list(_storages([local(tensor) for tensor in (*model.parameters(), *model.buffers())]))
+    low = [tensor for quantiser in quantisers(model) for tensor in _primary(quantiser)]
+    parameters = list(_storages([*(local(tensor) for tensor in (*model.parameters(), *model.buffers())), *low]))
     known = {storage.data_ptr() for storage in parameters}
     assert isinstance(optimizer, ChainedOptimizer | FullyShardedOptimizer)
     gradients = list(_storages([bucket.gradients for bucket in optimizer.buckets]))
@@ -190,6 +193,14 @@ def _held(model: Stage, optimizer: Optimizer) -> tuple[int, int, int, int]:
     masters = [shard.master for shard in optimizer.shards if isinstance(shard.master, Tensor)]
     own = [storage for storage in _storages([*here, *there, *masters]) if storage.data_ptr() not in known]
     return _bytes(parameters), _bytes(gradients), _bytes(own), _bytes(list(_storages(there)))
+
+
+def _primary(quantiser: Quantiser) -> Iterator[Tensor]:
+    """What is held of a weight in low precision."""
+    if quantiser.primary is not None:
+        held = (quantiser.primary.rows, quantiser.primary.columns)
+        tensors = [t for one in held if one is not None for t in (one.data, one.scales, one.tensor_scale)]
+        yield from (tensor for tensor in (*tensors, quantiser.primary.amax) if tensor is not None)
 
 
 def _storages(tensors: Sequence[Tensor]) -> Iterator[torch.UntypedStorage]:

@@ -8,7 +8,7 @@ import pytest
 
 from core.config.mapping import ParallelConfig
 from core.config.memory import MemoryConfig
-from core.config.precision import PrecisionConfig
+from core.config.precision import ComputeName, PrecisionConfig
 from core.config.recipe import MXFP8, NVFP4, RECIPES, InputGradient, Recipe, WeightGradient
 from core.config.run import RunConfig
 from launch.plan.memory import MemoryPlanner
@@ -87,6 +87,31 @@ def planner() -> MemoryPlanner:
 def _run(name: str) -> RunConfig:
     recipe, model, parallel, ranks, memory = CASES[name]
     return tiny_run(model, parallel, ranks, memory, PrecisionConfig(recipe=recipe))
+
+
+PRIMARY: dict[str, tuple[Recipe, str, ParallelConfig, int]] = {
+    "blockwise, weights cut": (RECIPES["fp8_blockwise"], "mixtral", ParallelConfig(tp=2, ep=2), 4),
+    "current, alone": (RECIPES["fp8_current"], "qwen3", ParallelConfig(), 1),
+    "mxfp8, both roundings": (RECIPES["mxfp8"], "deepseek", ParallelConfig(ep=2), 2),
+    "nvfp4, weights cut": (RECIPES["nvfp4"], "deepseek", ParallelConfig(tp=2), 2),
+    "some layers alone": (PARTLY, "deepseek", ParallelConfig(ep=2), 2),
+}
+
+
+@pytest.mark.parametrize("compute", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", PRIMARY)
+def test_weights_in_low_precision_are_held_and_fetched_as_planned(
+    name: str, compute: ComputeName, ranks: Ranks, planner: MemoryPlanner
+) -> None:
+    recipe, model, parallel, world = PRIMARY[name]
+    precision = PrecisionConfig(compute=compute, recipe=recipe, primary=True)
+    run = tiny_run(model, parallel, world, precision=precision)
+    for rank, measured in enumerate(ranks.run(measure, world, run)):
+        resident = planner.resident(run, rank)
+        held = (measured.parameters, measured.gradients, measured.optimizer)
+        assert held == (resident.parameters, resident.gradients, resident.optimizer), rank
+        counted = {axis: count for axis, count in measured.sent.items() if axis not in REPORTS}
+        assert planner.traffic(run, rank) == pytest.approx(counted, rel=0.02), rank
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -13,7 +13,6 @@ from core.config.family import find_family
 from core.config.mapping import ParallelConfig
 from core.config.override import override, parse_assignment
 from core.config.precision import PrecisionConfig
-from core.config.recipe import RECIPES
 from core.config.run import CheckpointConfig, DataConfig, OptimizerConfig, RunConfig, TrainConfig
 from core.errors import RequestError
 from core.parallel.mesh import fold
@@ -161,15 +160,13 @@ def test_what_cannot_start_yet_is_named_and_left_out_on_request(mixtral: SearchR
 
 
 def test_a_search_for_what_can_start_leaves_out_what_the_set_up_asked_for_and_cannot() -> None:
-    low = replace(MIXTRAL, precision=replace(MIXTRAL.precision, recipe=RECIPES["fp8_blockwise"], primary=True))
-    result = searched(low, 64, buildable_only=True)
+    away = replace(MIXTRAL, memory=replace(MIXTRAL.memory, offload=("core_attn",)))
+    result = searched(away, 64, buildable_only=True)
     assert result.found
     for found in result.found:
         assert found.cannot_start == ()
-        assert {"precision.recipe=none", "precision.primary=false"} <= set(found.settings), (
-            "as changes of what was asked for"
-        )
-    fixed = searched(low, 64, buildable_only=True, fixed=frozenset({"precision.recipe"}))
+        assert "memory.offload=none" in found.settings, "as a change of what was asked for"
+    fixed = searched(away, 64, buildable_only=True, fixed=frozenset({"memory.offload"}))
     assert not fixed.found and fixed.losers, "what the user insists on cannot start"
 
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core.kernels.backend import wide_dtype
+from core.precision.bands import Band, bands_of, each_band, matrices
 from core.precision.elements import E2M1, E4M3, E5M2, Element, codes_of, decode, encode, store
 from core.precision.scales import MXRounding, Scales, float32_scales, mx_scales, nvfp4_scales
 
@@ -98,8 +99,8 @@ class Quantised:
         scales = self.scales.to(wide)
         if self.tensor_scale is not None:
             scales = scales * self.tensor_scale.to(wide)
-        values = decode(self.codes, element_of(self.format), wide)
-        return scaled(values, scales, block_of(self.format, self.shape)).to(dtype)
+        block = block_of(self.format, self.shape)
+        return decode_scaled(self.data, scales, block, element_of(self.format), self.shape, dtype)
 
     def transposed(self) -> Quantised:
         """The same numbers as [..., C, R]. Raises ValueError for blocks that are not square: those must be quantised again."""
@@ -182,8 +183,43 @@ def quantise_with(x: Tensor, scales: Scales, format: Format, *, noise: Tensor | 
 
 def encode_scaled(x: Tensor, factor: Tensor, block: tuple[int, int], element: Element, noise: Tensor | None) -> Tensor:
     """x times its blocks' factors, rounded, as it is stored."""
-    wide = x.to(wide_dtype(x.dtype))
-    return store(encode(scaled(wide, factor, block), element, noise=noise), element)
+    bands = bands_of(tuple(x.shape), block, x.device)
+    if not bands or (noise is not None and noise.shape != x.shape):
+        wide = x.to(wide_dtype(x.dtype))
+        return store(encode(scaled(wide, factor, block), element, noise=noise), element)
+    columns = -(-x.shape[-1] // 2) if element.bits == 4 else x.shape[-1]
+    data = torch.empty(*x.shape[:-1], columns, dtype=element.dtype)
+    xs, factors, out = matrices(x), matrices(factor), matrices(data)
+    noises = None if noise is None else matrices(noise)
+
+    def one(band: Band) -> Tensor:
+        at, rows = band.matrix, band.rows
+        wide = xs[at, rows].to(wide_dtype(x.dtype))
+        product = scaled(wide, factors[at, band.lines], band.block)
+        codes = encode(product, element, noise=None if noises is None else noises[at, rows])
+        return out[at, rows].copy_(store(codes, element))
+
+    each_band(bands, one)
+    return data
+
+
+def decode_scaled(
+    data: Tensor, scales: Tensor, block: tuple[int, int], element: Element, shape: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
+    """The numbers of `shape` that stored codes mean, times their blocks' scales (float32 or wider), rounded once to dtype."""
+    bands = bands_of(shape, block, data.device)
+    if not bands:
+        return scaled(decode(codes_of(data, element, shape[-1]), element, scales.dtype), scales, block).to(dtype)
+    values = torch.empty(shape, dtype=dtype)
+    stored, grid, out = matrices(data), matrices(scales), matrices(values)
+
+    def one(band: Band) -> Tensor:
+        at, rows = band.matrix, band.rows
+        numbers = decode(codes_of(stored[at, rows], element, shape[-1]), element, scales.dtype)
+        return out[at, rows].copy_(scaled(numbers, grid[at, band.lines], band.block))
+
+    each_band(bands, one)
+    return values
 
 
 def element_of(format: Format) -> Element:
@@ -209,7 +245,20 @@ def is_symmetric(format: Format) -> bool:
 
 def block_amax_of(x: Tensor, block: tuple[int, int]) -> Tensor:
     """The largest size in each block of x [..., R, C], on the grid, float32 or wider; NaN where there is one."""
-    return _largest(_tiles(x.abs(), block), (-3, -1), keep=False).to(wide_dtype(x.dtype))
+    bands = bands_of(tuple(x.shape), block, x.device)
+    if not bands:
+        return _largest(_tiles(x.abs(), block), (-3, -1), keep=False).to(wide_dtype(x.dtype))
+    xs = matrices(x)
+    parts = each_band(bands, lambda band: _band_amax(xs[band.matrix, band.rows], band.block))
+    front, columns = x.shape[:-2], parts[0].shape[-1]
+    if block[0] < x.shape[-2]:
+        return torch.cat(parts).view(*front, -1, columns).to(wide_dtype(x.dtype))
+    of_bands = torch.cat(parts).view(*front, -1, columns)
+    return of_bands.amax(-2, keepdim=True).to(wide_dtype(x.dtype))
+
+
+def _band_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
+    return _tiles(x.abs(), block).amax((-3, -1))
 
 
 def given_amax(amax: Tensor, measured: Tensor) -> Tensor:

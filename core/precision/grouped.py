@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from core.kernels.backend import wide_dtype
-from core.precision.elements import codes_of, decode
 from core.precision.formats import (
     NVFP4,
     Format,
@@ -20,10 +19,10 @@ from core.precision.formats import (
     Quantised,
     block_amax_of,
     block_of,
+    decode_scaled,
     element_of,
     encode_scaled,
     given_amax,
-    scaled,
     scales_for,
 )
 
@@ -62,8 +61,7 @@ class Grouped:
             scales = self._along(scales, block)
         elif self.tensor_scale_E is not None:
             scales = scales * self._along(self.tensor_scale_E.to(wide), block)
-        values = decode(codes_of(self.data, element, self.shape[1]), element, wide)
-        return scaled(values, scales, block).to(dtype)
+        return decode_scaled(self.data, scales, block, element, self.shape, dtype)
 
     def expert(self, index: int) -> Quantised:
         """The piece of one expert, bit for bit what `quantise` makes of its rows alone (of their transpose where axis is 1)."""

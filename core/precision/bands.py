@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 
 import torch
 from torch import Tensor
 
-# Torch works on so many numbers in the calling thread alone; bands then share the threads, not every little operation on one.
-_NUMBERS = 1 << 15
+# Few enough for the cache, enough that starting an operation on them costs little beside it.
+_NUMBERS = 1 << 17
 # Below that many the whole is done at once.
 _WORTH = 1 << 18
 
@@ -52,19 +51,8 @@ def bands_of(shape: tuple[int, ...], block: tuple[int, int], device: torch.devic
 
 
 def each_band(bands: list[Band], action: Callable[[Band], Tensor]) -> list[Tensor]:
-    """What an action on tensors without gradients makes of every band, in order, on as many threads as torch may use."""
-    threads = torch.get_num_threads()
-    if threads == 1:
-        return [action(band) for band in bands]
-
-    def without_gradients(some: list[Band]) -> list[Tensor]:
-        with torch.no_grad():
-            return [action(band) for band in some]
-
-    share = -(-len(bands) // threads)
-    parts = [bands[start : start + share] for start in range(0, len(bands), share)]
-    with ThreadPoolExecutor(threads) as pool:
-        return [made for part in pool.map(without_gradients, parts) for made in part]
+    """What an action makes of every band, in order."""
+    return [action(band) for band in bands]
 
 
 def matrices(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Large matrices, which are rounded a few rows at a time on several threads: bit for bit what comes of them at once."""
+"""Large matrices, which are rounded a few rows at a time: bit for bit what comes of them at once."""
 
 from __future__ import annotations
 

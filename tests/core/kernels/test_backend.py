@@ -16,10 +16,15 @@ from tests.core.numbers import use_backend
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_products_run_in_their_own_dtype(dtype: torch.dtype) -> None:
     assert matmul_backend(dtype, CPU) == "native"
     assert matmul_backend(dtype, GPU) == "native"
+
+
+def test_float16_is_widened_on_a_processor_alone() -> None:
+    assert matmul_backend(torch.float16, CPU) == "float32"
+    assert matmul_backend(torch.float16, GPU) == "native"
 
 
 def test_bfloat16_is_widened_only_on_a_processor_that_cannot_multiply_it(monkeypatch: pytest.MonkeyPatch) -> None:

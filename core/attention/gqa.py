@@ -8,7 +8,7 @@ from core.attention.context import context_attention
 from core.attention.packing import Packing
 from core.attention.rope import Rotation, rotate_halves, softmax_scale
 from core.config.architecture import GQA, ModelConfig
-from core.layers.linear import Linear
+from core.layers.linear import Linear, together
 from core.layers.norm import RMSNorm
 from core.layers.place import Place
 
@@ -49,7 +49,6 @@ class GroupedQueryAttention(nn.Module):
 
     def _heads(self, everyone_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [T, A, D], keys and values [T, G, D] of all tokens of the context rank."""
-        q, k, v = (
-            layer(everyone_TH).unflatten(-1, (-1, self.head_dim)) for layer in (self.query, self.key, self.value)
-        )
+        flat = together(everyone_TH, self.query, self.key, self.value)
+        q, k, v = (each.unflatten(-1, (-1, self.head_dim)) for each in flat)
         return q, k, v

@@ -11,7 +11,7 @@ from core.attention.context import ContextAttention
 from core.attention.packing import Packing
 from core.attention.rope import Rotation, rotate_neighbours, softmax_scale
 from core.config.architecture import MLA, ModelConfig
-from core.layers.linear import Linear
+from core.layers.linear import Linear, together
 from core.layers.norm import RMSNorm
 from core.layers.place import Place
 from core.memory.recompute import discard, recompute
@@ -99,7 +99,10 @@ class MultiHeadLatentAttention(nn.Module):
 
     def _down(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
         """Of my tokens: what the queries rise from before its norm, and the latent with the key's part to be rotated."""
-        return x_TH if self.config.query_rank is None else self.query_down(x_TH), self.latent_down(x_TH)
+        if self.config.query_rank is None:
+            return x_TH, self.latent_down(x_TH)
+        queries, latent = together(x_TH, self.query_down, self.latent_down)
+        return queries, latent
 
     def _latents(self, queries: Tensor, latent: Tensor, *, rows: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
         """Of all tokens of the context rank: what the queries rise from, the normed latent, and the key's part to be rotated."""

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from core.layers.place import Place
 from core.parallel.groups import Group
+from core.precision.linear import Once
 from core.precision.quantiser import Quantiser
 from core.state.box import Box, part, stretch, whole
 from core.state.spec import Normal, TensorSpec
@@ -46,9 +47,15 @@ class Linear(nn.Module):
         """The weight's declaration."""
         return {"weight": self.declared}
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[T, in_features] to [T, out_features], of a cut weight this rank's share of either."""
-        return self.place.product(x, self.weight, self.quantisers.get("weight"))
+    def forward(self, x: Tensor, once: Once | None = None) -> Tensor:
+        """[T, in_features] to [T, out_features], of a cut weight this rank's share of either. once: see `together`."""
+        return self.place.product(x, self.weight, self.quantisers.get("weight"), once)
+
+
+def together(x: Tensor, *layers: Linear) -> tuple[Tensor, ...]:
+    """Each layer's output of the same x, of which a recipe rounds and keeps one copy for all of them."""
+    once = Once()
+    return tuple(layer(x, once) for layer in layers)
 
 
 def _cut(shape: tuple[int, ...], cut: Cut, tp: Group) -> tuple[Box, int]:

@@ -15,7 +15,7 @@ from core.kernels.deferred import Deferred
 from core.memory.recompute import discard
 from core.parallel.collectives import all_gather_rows, reduce_scatter_rows
 from core.parallel.groups import Groups
-from core.precision.linear import quantised_linear
+from core.precision.linear import Once, quantised_linear
 from core.precision.matmul import deferring_linear, linear
 from core.precision.quantiser import Quantiser
 
@@ -65,10 +65,15 @@ class Place:
         """An uninitialised tensor of this place."""
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
-    def product(self, x_TK: Tensor, weight: nn.Parameter, quantiser: Quantiser | None = None) -> Tensor:
-        """x times the rows of a parameter of [N, K] or [2, N / 2, K]: [T, N]; by a recipe where the weight has one."""
+    def product(
+        self, x_TK: Tensor, weight: nn.Parameter, quantiser: Quantiser | None = None, once: Once | None = None
+    ) -> Tensor:
+        """x times the rows of a parameter of [N, K] or [2, N / 2, K]: [T, N]; by a recipe where the weight has one.
+
+        once: what several weights of one x share.
+        """
         if quantiser is not None:
-            return quantised_linear(x_TK, weight, quantiser, self.later)
+            return quantised_linear(x_TK, weight, quantiser, self.later, once)
         if self.later is not None:
             return deferring_linear(x_TK, weight, self.later)
         return linear(x_TK, weight if weight.dim() == 2 else weight.flatten(0, 1))

@@ -2,25 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from core.config.recipe import Operand
 from core.kernels.deferred import Deferred
 from core.precision.formats import Quantised
 from core.precision.matmul import linear
 from core.precision.quantiser import Quantiser
 
 
-def quantised_linear(x_TK: Tensor, weight: Tensor, quantiser: Quantiser, later: Deferred | None = None) -> Tensor:
+class Once:
+    """The copies of one x that several weights of one recipe read, each made by the first that asks, kept for all of them at once."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[str, Operand], Quantised] = {}
+
+    def get(self, which: str, operand: Operand, make: Callable[[], Quantised]) -> Quantised:
+        """The copy of this kind."""
+        found = self._made.get((which, operand))
+        if found is None:
+            found = self._made[which, operand] = make()
+        return found
+
+
+def quantised_linear(
+    x_TK: Tensor, weight: Tensor, quantiser: Quantiser, later: Deferred | None = None, once: Once | None = None
+) -> Tensor:
     """x times the rows of a weight [N, K] or [halves, N / halves, K]: [T, N] in x's dtype, by the recipe of the weight.
 
     Kept for the backward are x as the weight gradient reads it, one byte or half of one for each element, and the weight. Gradients
-    are in x's and the weight's dtype. later: where the weight's gradient may be put off; the weight is a parameter then.
+    are in x's and the weight's dtype. later: where the weight's gradient may be put off; the weight is a parameter then. once: shared with
+    the other weights that read this very x.
     """
-    return _QuantisedLinear.apply(x_TK, weight, _Plan(quantiser=quantiser.here(), later=later))
+    return _QuantisedLinear.apply(x_TK, weight, _Plan(quantiser=quantiser.here(), later=later), once or Once())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,17 +54,19 @@ class _QuantisedLinear(torch.autograd.Function):
     """Three products, each of its own operands."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, plan: _Plan) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, plan: _Plan, once: Once) -> Tensor:
         quantiser, recipe = plan.quantiser, plan.quantiser.recipe
         matrix = as_rows(weight)
         of_input, of_weight = recipe.forward.input, recipe.forward.weight
         if of_input is None or of_weight is None:
             out = linear(x, matrix)
         else:
-            rows = quantiser.rows(x, of_input, "input")
+            rows = once.get("rows", of_input, lambda: quantiser.rows(x, of_input, "input"))
             out = quantiser.backend.product(rows, quantiser.weight(matrix, of_weight, transposed=False), x.dtype)
         kept = recipe.weight_gradient.input
-        columns = None if kept is None else quantiser.columns(x, kept, "input")
+        columns = None
+        if kept is not None:
+            columns = once.get("columns", kept, lambda: quantiser.columns(x, kept, "input"))
         ctx.columns = without_tensors(columns)
         ctx.save_for_backward(weight, *((x,) if columns is None else tensors_of(columns)))
         # The parameter itself, not what autograd saves of it: a gradient that comes later is added to it by hand.
@@ -53,7 +74,7 @@ class _QuantisedLinear(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         weight, *kept = ctx.saved_tensors
         plan: _Plan = ctx.plan
         grad = grads[0].contiguous()
@@ -66,8 +87,8 @@ class _QuantisedLinear(torch.autograd.Function):
         if plan.later is not None and plan.later.collecting:
             assert isinstance(ctx.parameter, nn.Parameter)
             plan.later.put(ctx.parameter, of_weight)
-            return grad_x, None, None
-        return grad_x, of_weight() if ctx.needs_input_grad[1] else None, None
+            return grad_x, None, None, None
+        return grad_x, of_weight() if ctx.needs_input_grad[1] else None, None, None
 
 
 def _of_input(grad_TN: Tensor, weight: Tensor, quantiser: Quantiser, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,97 @@
+"""Triton kernels that rotate groups of 16 by a random Hadamard matrix and write only what comes of it (report section 5.3.4).
+
+core/precision/rotated.py has the definition, whose bits these give: additions run in the order of its butterflies. Operands are x of
+R rows whose groups lie along S, in memory either [R, S] (`along` 1) or [S, R] (`along` 0), as the weight gradient reads rows.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from core.kernels.triton.tiles import tile
+
+Along = Literal[0, 1]
+POINTS = 16
+# Rows and numbers along S of a program's tile, where memory runs along the rows: whole sectors are read and written.
+_TURNED = (64, 64)
+
+
+def largest_of_lines(x: Tensor, signs: Tensor, *, along: Along) -> Tensor:
+    """The largest size in each line of the rotated x: of rows [R] where `along` is 1, of groups [S / 16] where it is 0; float32.
+
+    NaN where a line is not a number. x: two dimensions of float32 or narrower, that of the groups a multiple of 16; signs: [16].
+    """
+    rows, summed = _sizes(x, along)
+    lines = torch.zeros(rows if along == 1 else summed // POINTS, dtype=torch.int32, device=x.device)
+    if x.numel():
+        high, wide = _tile(summed, along)
+        _largest[(triton.cdiv(rows, high), triton.cdiv(summed, wide))](
+            x, signs.to(x.device), lines, rows, summed, x.stride(1 - along), x.stride(along),
+            BY_ROW=along == 1, HIGH=high, WIDE=wide,
+        )  # fmt: skip
+    return lines.view(torch.float32)
+
+
+def _sizes(x: Tensor, along: Along) -> tuple[int, int]:
+    """R and S. Raises ValueError where a group would not be whole."""
+    rows, summed = x.shape[1 - along], x.shape[along]
+    if summed % POINTS:
+        raise ValueError(f"a Hadamard transform of {POINTS} points needs a dimension that {POINTS} divides: {summed}")
+    return rows, summed
+
+
+def _tile(summed: int, along: Along) -> tuple[int, int]:
+    """Rows of a program's tile, and numbers along S, whole groups."""
+    if along == 0:
+        return _TURNED
+    high, wide = tile(max(POINTS, summed))
+    return high, wide
+
+
+@triton.jit
+def rotate(x, signs, GROUPS: tl.constexpr):
+    """Groups [GROUPS, 16] in float32 times diag(signs) · H / 4: four butterflies, of neighbours first."""
+    x = tl.reshape(x * signs[None, :], [GROUPS, 2, 2, 2, 2])
+    for _ in tl.static_range(4):
+        # The last bit of a point's number makes way for the next one; after four turns all are where they were.
+        first, second = tl.split(x)
+        x = tl.permute(tl.join(first + second, first - second), (0, 4, 1, 2, 3))
+    return tl.reshape(x, [GROUPS, 16]) * 0.25
+
+
+@triton.jit
+def rotated_tile(
+    x_ptr, signs_ptr, r, s, rows, summed, row_stride, summed_stride, HIGH: tl.constexpr, WIDE: tl.constexpr
+):
+    """The rotated groups of a tile [HIGH, WIDE] as [HIGH * WIDE / 16, 16] float32; zeros where nothing is."""
+    inside = (r < rows)[:, None] & (s < summed)[None, :]
+    x = tl.load(x_ptr + r[:, None] * row_stride + s[None, :] * summed_stride, mask=inside, other=0).to(tl.float32)
+    signs = tl.load(signs_ptr + tl.arange(0, 16))
+    return rotate(tl.reshape(x, [HIGH * WIDE // 16, 16]), signs, HIGH * WIDE // 16)
+
+
+@triton.jit
+def size_bits(x):
+    """The bits of |x|: whole numbers in the order of sizes, with infinity above them, and above that what is not a number."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _largest(
+    x_ptr, signs_ptr, line_ptr, rows, summed, row_stride, summed_stride,
+    BY_ROW: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    r = tl.program_id(0).to(tl.int64) * HIGH + tl.arange(0, HIGH)
+    s = tl.program_id(1).to(tl.int64) * WIDE + tl.arange(0, WIDE)
+    y = rotated_tile(x_ptr, signs_ptr, r, s, rows, summed, row_stride, summed_stride, HIGH, WIDE)
+    of_groups = tl.reshape(tl.max(size_bits(y), axis=1), [HIGH, WIDE // 16])
+    if BY_ROW:
+        tl.atomic_max(line_ptr + r, tl.max(of_groups, axis=1), mask=r < rows)
+    else:
+        g = tl.program_id(1).to(tl.int64) * (WIDE // 16) + tl.arange(0, WIDE // 16)
+        tl.atomic_max(line_ptr + g, tl.max(of_groups, axis=0), mask=g < summed // 16)

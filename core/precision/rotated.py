@@ -12,13 +12,21 @@ import torch
 from torch import Tensor
 
 from core.kernels.backend import kernels_backend
+from core.precision.elements import E2M1, E4M3
+from core.precision.formats import NVFP4_ROWS, Quantised, quantise
+from core.precision.grouped import Grouped, quantise_grouped_columns
 from core.precision.hadamard import POINTS, hadamard
+from core.precision.scales import float32_scales
 
 Along = Literal[0, 1]
 
 
 def rotated(x: Tensor, signs: Tensor, *, along: Along) -> Tensor:
     """The rotated rows [R, S], float32 at least. Raises ValueError where 16 does not divide S."""
+    if _fused(x):
+        from core.kernels.triton.hadamard import rotate_lines
+
+        return rotate_lines(x, signs, along=along)
     return hadamard(x if along == 1 else x.T.contiguous(), signs)
 
 
@@ -41,6 +49,79 @@ def rotated_amax(x: Tensor, signs: Tensor, *, along: Along, counts_E: Tensor | N
     lines_E = counts_E if along == 1 else counts_E // POINTS
     owner = torch.arange(len(counts_E), device=x.device).repeat_interleave(lines_E, output_size=len(of_line))
     return of_line.new_zeros(len(counts_E)).scatter_reduce(0, owner, of_line, "amax")
+
+
+def quantise_rotated(
+    x: Tensor, signs: Tensor, *, along: Along, amax: Tensor | None = None, noise: Tensor | None = None
+) -> Quantised:
+    """The rotated rows [R, S] in NVFP4, as `quantise` makes it of them.
+
+    amax: [1, 1], of `rotated_amax` and of other ranks perhaps, which is measured first where it is missing. noise: [R, S], see `encode`.
+    Raises ValueError where 16 does not divide S.
+    """
+    if amax is None:
+        amax = rotated_amax(x, signs, along=along)
+    if not _fused(x):
+        return quantise(rotated(x, signs, along=along), NVFP4_ROWS, amax=amax, noise=noise)
+    from core.kernels.triton.hadamard import quantise_lines
+
+    amax = amax.float()
+    codes, scales = quantise_lines(x, signs, amax, along=along, noise=noise)
+    return Quantised(
+        data=codes,
+        scales=scales.view(E4M3.dtype),
+        tensor_scale=_tensor_scale(amax).view(1, 1),
+        format=NVFP4_ROWS,
+        shape=(x.shape[1 - along], x.shape[along]),
+    )
+
+
+def quantise_rotated_columns(
+    x_SR: Tensor,
+    counts_E: Tensor,
+    signs: Tensor,
+    *,
+    amax_E: Tensor | None = None,
+    noise: Tensor | None = None,
+) -> Grouped:
+    """Rows sorted by expert, [S, R], transposed and rotated along S in NVFP4: [R, S], as `quantise_grouped_columns` makes it.
+
+    counts_E: [E] int64, multiples of 16 that sum to S. amax_E: [E], of `rotated_amax` with along=0, which is measured first where it is
+    missing. noise: [R, S]. Raises ValueError for other counts.
+    """
+    _check(counts_E, x_SR.shape[0])
+    if amax_E is None:
+        amax_E = rotated_amax(x_SR, signs, along=0, counts_E=counts_E)
+    if not _fused(x_SR):
+        turned = rotated(x_SR, signs, along=0)
+        return quantise_grouped_columns(turned.T, counts_E, NVFP4_ROWS, amax_E=amax_E, noise=noise)
+    from core.kernels.triton.hadamard import quantise_lines
+
+    amax_E = amax_E.float()
+    of_group = amax_E.repeat_interleave(counts_E // POINTS, output_size=x_SR.shape[0] // POINTS)
+    codes, scales = quantise_lines(x_SR, signs, of_group, along=0, noise=noise)
+    return Grouped(
+        data=codes,
+        scales=scales.view(E4M3.dtype),
+        tensor_scale_E=_tensor_scale(amax_E),
+        counts_E=counts_E,
+        axis=1,
+        format=NVFP4_ROWS,
+        shape=(x_SR.shape[1], x_SR.shape[0]),
+    )
+
+
+def _check(counts_E: Tensor, summed: int) -> None:
+    """Raises ValueError for counts that do not cover S in whole groups."""
+    if int(counts_E.sum()) != summed or (counts_E % POINTS).any():
+        raise ValueError(
+            f"the experts' counts must be multiples of {POINTS} that sum to {summed}, not {counts_E.tolist()}: "
+            "fill up with zeros"
+        )
+
+
+def _tensor_scale(amax: Tensor) -> Tensor:
+    return float32_scales(amax, E2M1.largest * E4M3.largest).stored
 
 
 def _fused(x: Tensor) -> bool:

@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from core.precision.formats import NVFP4_ROWS, Quantised, quantise
 from core.precision.hadamard import hadamard
-from core.precision.rotated import Along, rotated_amax
+from core.precision.rotated import Along, quantise_rotated, quantise_rotated_columns, rotated, rotated_amax
+from core.precision.rounding import content_noise
 from tests.core.kernels.triton_case import kernels
 from tests.core.precision.recipe_case import SIGNS
 from tests.core.precision.recipe_case import draw as spread
@@ -98,3 +100,84 @@ def test_a_matrix_of_broken_groups_is_refused(device: torch.device) -> None:
     for name in ("reference", "triton"):
         with kernels(name), pytest.raises(ValueError, match="16 divides"):
             rotated_amax(torch.zeros(3, 24, device=device), SIGNS, along=1)
+
+
+@pytest.mark.parametrize("along", ALONG)
+@pytest.mark.parametrize(("rows", "summed"), SIZES)
+def test_the_rotation_alone_has_the_bits_of_torchs(device: torch.device, rows: int, summed: int, along: Along) -> None:
+    x = spread(rows, summed).bfloat16()
+    with kernels("triton"):
+        same(rotated(lying(x, along).to(device), SIGNS, along=along), hadamard(x, SIGNS))
+
+
+def check(got: Quantised, truth: Quantised) -> None:
+    """The same codes and scales; under a scale that is no number only that, for then codes mean nothing."""
+    assert got.shape == truth.shape and got.format == truth.format
+    assert got.tensor_scale is not None and truth.tensor_scale is not None
+    same(got.tensor_scale, truth.tensor_scale)
+    same(got.scales.float(), truth.scales.float())
+    known = truth.scales.float().isfinite().repeat_interleave(16, dim=1)
+    assert torch.equal(got.codes.cpu()[known], truth.codes[known])
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("along", ALONG)
+@pytest.mark.parametrize(("rows", "summed"), SIZES)
+def test_codes_and_scales_are_those_of_rotating_and_quantising(
+    device: torch.device, rows: int, summed: int, along: Along, dtype: torch.dtype, stochastic: bool
+) -> None:
+    x = spread(rows, summed, seed=1).to(dtype)
+    noise = lying(content_noise(3, "rows", x), along) if stochastic else None
+    amax = None if stochastic else torch.tensor([[4321.0]])
+    turned = hadamard(x, SIGNS)
+    truth = quantise(turned, NVFP4_ROWS, amax=amax, noise=noise if noise is None or along == 1 else noise.T)
+    for name, place in (("reference", torch.device("cpu")), ("triton", device)):
+        given = None if noise is None else noise.to(place) if along == 1 else noise.to(place).T
+        with kernels(name):
+            got = quantise_rotated(
+                lying(x, along).to(place),
+                SIGNS,
+                along=along,
+                amax=None if amax is None else amax.to(place),
+                noise=given,
+            )
+        check(got, truth)
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+@pytest.mark.parametrize("number", [0.5, math.inf, math.nan])
+def test_every_expert_is_rounded_as_if_it_were_alone(device: torch.device, stochastic: bool, number: float) -> None:
+    """One that is not finite leaves the others as they were; sizes of experts differ by much."""
+    counts_E = torch.tensor(COUNTS)
+    x = spread(sum(COUNTS), 37) * torch.tensor([1e-3, 1.0, 1e3, 1.0, 1.0]).repeat_interleave(counts_E)[:, None]
+    x[5, 3] = number
+    noise = content_noise(3, "columns", x) if stochastic else None
+    for name, place in (("reference", torch.device("cpu")), ("triton", device)):
+        with kernels(name):
+            got = quantise_rotated_columns(
+                x.to(place), counts_E.to(place), SIGNS, noise=None if noise is None else noise.to(place).T
+            )
+        pieces = x.split(COUNTS)
+        noises = [None] * len(COUNTS) if noise is None else [n.T for n in noise.split(COUNTS)]
+        for e, (piece, of_piece) in enumerate(zip(pieces, noises, strict=True)):
+            check(got.expert(e), quantise(hadamard(piece.T.contiguous(), SIGNS), NVFP4_ROWS, noise=of_piece))
+
+
+def test_groups_of_zeros_beside_others_stay_zeros(device: torch.device) -> None:
+    x = torch.zeros(3, 64)
+    x[1, 16:32] = spread(1, 16)[0]
+    x[2, 33] = 1e-12
+    with kernels("triton"):
+        got = quantise_rotated(x.to(device), SIGNS, along=1)
+        nothing = quantise_rotated(torch.zeros(2, 16, device=device), SIGNS, along=1)
+    check(got, quantise(hadamard(x, SIGNS), NVFP4_ROWS))
+    check(nothing, quantise(torch.zeros(2, 16), NVFP4_ROWS))
+    assert not nothing.dequantise().any()
+
+
+@pytest.mark.parametrize("counts", [[16, 24], [16, 16], [48, 0]])
+def test_counts_that_break_groups_or_do_not_cover_the_rows_are_refused(device: torch.device, counts: list[int]) -> None:
+    for name in ("reference", "triton"):
+        with kernels(name), pytest.raises(ValueError, match="multiples of 16 that sum to 40"):
+            quantise_rotated_columns(torch.zeros(40, 3, device=device), torch.tensor(counts, device=device), SIGNS)

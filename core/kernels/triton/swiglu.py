@@ -16,7 +16,7 @@ def forward(gate_RF: Tensor, up_RF: Tensor, weight_R: Tensor | None) -> Tensor:
     out = torch.empty_like(gate_RF, memory_format=torch.contiguous_format)
     if not out.numel():
         return out
-    gate, up = _rows(gate_RF), _rows(up_RF)
+    gate, up = rows_of(gate_RF), rows_of(up_RF)
     high, wide = tile(width)
     _forward[(triton.cdiv(rows, high), triton.cdiv(width, wide))](
         gate, up, None if weight_R is None else weight_R.contiguous(), out, rows, width, gate.stride(0), up.stride(0),
@@ -39,7 +39,7 @@ def backward(
         return of_weight
     outs = [x for x in (out_gate, out_up, out_act) if x is not None]
     assert width == 1 or all(x.stride(1) == 1 for x in outs), "rows that are written to are not contiguous"
-    grad, gate, up = _rows(grad_RF), _rows(gate_RF), _rows(up_RF)
+    grad, gate, up = rows_of(grad_RF), rows_of(gate_RF), rows_of(up_RF)
     high, wide = tile(width)
     _backward[(triton.cdiv(rows, high),)](
         grad, gate, up, None if weight_R is None else weight_R.contiguous(), out_gate, out_up, out_act, of_weight,
@@ -50,13 +50,13 @@ def backward(
     return of_weight
 
 
-def _rows(x_RF: Tensor) -> Tensor:
+def rows_of(x_RF: Tensor) -> Tensor:
     """x, each row contiguous; a half of wider rows stays where it is."""
     return x_RF if x_RF.stride(1) == 1 or x_RF.shape[1] == 1 else x_RF.contiguous()
 
 
 @triton.jit
-def _sigmoid(x):
+def sigmoid_of(x):
     """Never takes the exponential of a large number."""
     small = tl.exp(-tl.abs(x))
     return tl.where(x >= 0, 1.0, small) / (1.0 + small)
@@ -71,7 +71,7 @@ def _forward(
     f = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
     inside = (r < rows)[:, None] & (f < width)[None, :]
     gate = tl.load(gate_ptr + r[:, None] * gate_stride + f[None, :], mask=inside, other=0).to(SUM)
-    act = gate * _sigmoid(gate) * tl.load(up_ptr + r[:, None] * up_stride + f[None, :], mask=inside, other=0).to(SUM)
+    act = gate * sigmoid_of(gate) * tl.load(up_ptr + r[:, None] * up_stride + f[None, :], mask=inside, other=0).to(SUM)
     if WEIGHTED:
         act = act * tl.load(weight_ptr + r, mask=r < rows, other=0).to(SUM)[:, None]
     tl.store(out_ptr + r[:, None] * width + f[None, :], act.to(out_ptr.dtype.element_ty), mask=inside)
@@ -94,7 +94,7 @@ def _backward(
         grad = tl.load(grad_ptr + r[:, None] * grad_stride + f[None, :], mask=inside, other=0).to(SUM)
         gate = tl.load(gate_ptr + r[:, None] * gate_stride + f[None, :], mask=inside, other=0).to(SUM)
         up = tl.load(up_ptr + r[:, None] * up_stride + f[None, :], mask=inside, other=0).to(SUM)
-        sigmoid = _sigmoid(gate)
+        sigmoid = sigmoid_of(gate)
         silu = gate * sigmoid
         act = silu * up
         if WEIGHTED:

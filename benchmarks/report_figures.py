@@ -68,8 +68,8 @@ REMARKS = {
     "memory.table4.mla_up_proj": "values are widened to the size of keys for the attention kernel: 576 MiB a layer",
     "memory.fp8_saving.three_inputs": "Only the inputs of the experts' first product, of the down projections and of the shared experts: a "
     "subset that was searched for after the fact, so no evidence.",
-    "memory.fp8_saving": "our modules traced under fp8_current: what both down projections of attention read is kept by each, and what "
-    "shared experts read is kept beside what the router reads",
+    "memory.fp8_saving": "our modules traced under fp8_current: both down projections of attention share one copy (with one of its own for "
+    "each it is 16.2), and what shared experts read is kept beside what the router reads",
     "memory.bytes_per_param.fp32_moments.d64": "buckets of a real dense model on 64 ranks",
     "memory.bytes_per_param.bf16_moments.d64": "the same with moments in bfloat16",
     "memory.offload.dsv3_baseline_pp8": "fullest rank in GiB, 256 GPUs assumed; the unit is not printed; our modules with logits and working memory",

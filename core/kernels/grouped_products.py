@@ -36,13 +36,15 @@ class Products:
 
     forward: rows [R, K] and weight [E, N, K] give rows @ weight[piece].T [R, N]. of_rows: from the gradient [R, N] of that and the
     weight, that of the rows [R, K]. of_weight: from the gradient and what `keep` kept of the rows that of the weight [E, N, K], zero
-    without rows.
+    without rows. of_activation: `forward` of the rows that an activation makes of a product and a weight per row, [R], where that is more
+    than one after the other.
     """
 
     forward: Callable[[Tensor, Tensor, Pieces], Tensor]
     of_rows: Callable[[Tensor, Tensor, Pieces], Tensor]
     of_weight: Callable[[Tensor, Kept, Pieces], Tensor]
     keep: Callable[[Tensor, Pieces], Kept] = _as_they_are
+    of_activation: Callable[[Tensor, Activation, Tensor, Tensor, Pieces], Tensor] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +137,10 @@ class _Grouped(torch.autograd.Function):
         hidden = form.first.forward(rows, gate_up.flatten(1, 2), pieces)
         if gate_up_bias is not None:
             hidden.add_(_of_pieces(gate_up_bias.flatten(1), pieces.owner(len(rows))))
-        out = form.second.forward(rounded_forward(hidden, form.activation, weight_R), down, pieces)
+        if form.second.of_activation is not None:
+            out = form.second.of_activation(hidden, form.activation, weight_R, down, pieces)
+        else:
+            out = form.second.forward(rounded_forward(hidden, form.activation, weight_R), down, pieces)
         if down_bias is not None:
             added = _of_pieces(down_bias, pieces.owner(len(rows))) * weight_R[:, None]
             plan.columns(out, down_bias).add_(added)

@@ -34,7 +34,7 @@ def swiglu_quantised(
 
     product_R2F: [R, 2 * F], gate first. counts_E: [E] int64, summing to R. amax_E: [E], instead of measuring each expert's, for PerTensor
     and NVFP4; without it Triton's form reads the product twice. An expert that is not finite has no scale that is a number; its codes,
-    and scales of blocks, then mean nothing. Raises ValueError as `quantise_grouped` does.
+    and scales of blocks, then mean nothing. Raises ValueError as `quantise_grouped` does, but not for counts that lie on a GPU.
     """
     if not _fuses(product_R2F, counts_E, format, amax_E):
         act = rounded_forward(product_R2F, SWIGLU, weight_R)
@@ -44,7 +44,7 @@ def swiglu_quantised(
 
 def swiglu_amax(product_R2F: Tensor, weight_R: Tensor | None, counts_E: Tensor) -> Tensor:
     """The largest size in each expert's rows of the activation, [E] float32 at least; zero without rows."""
-    if product_R2F.dtype != torch.float64 and kernels_backend(product_R2F.device) == "triton":
+    if runs_kernels(product_R2F):
         from core.kernels.triton.swiglu_quantise import largest_of_rows
 
         gate, up = product_R2F.chunk(2, dim=1)
@@ -54,9 +54,14 @@ def swiglu_amax(product_R2F: Tensor, weight_R: Tensor | None, counts_E: Tensor) 
     return _of_experts(largest_R.to(torch.promote_types(largest_R.dtype, torch.float32)), counts_E)
 
 
+def runs_kernels(product: Tensor) -> bool:
+    """Whether kernels round the activation of this product without writing it."""
+    return product.dtype != torch.float64 and not product.is_meta and kernels_backend(product.device) == "triton"
+
+
 def _fuses(product: Tensor, counts_E: Tensor, format: Format, amax_E: Tensor | None) -> bool:
     """Whether there is a kernel for it; what is refused is refused by `quantise_grouped`."""
-    if product.dtype == torch.float64 or kernels_backend(product.device) != "triton":
+    if not runs_kernels(product):
         return False
     if isinstance(format, PerTensor):
         fits = True
@@ -64,7 +69,9 @@ def _fuses(product: Tensor, counts_E: Tensor, format: Format, amax_E: Tensor | N
         high, wide = block_of(format, (1, 1))
         fits = high == 1 and wide & (wide - 1) == 0 and wide <= _LARGEST_BLOCK
         fits = fits and (amax_E is None or isinstance(format, NVFP4))
-    return fits and int(counts_E.sum()) == product.shape[0] and (amax_E is None or amax_E.shape in ((), counts_E.shape))
+    # The host waits for no GPU to count.
+    fits = fits and (counts_E.device.type != "cpu" or int(counts_E.sum()) == product.shape[0])
+    return fits and (amax_E is None or amax_E.shape in ((), counts_E.shape))
 
 
 def _fused(

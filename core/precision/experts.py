@@ -8,8 +8,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from core.config.architecture import SWIGLU, Activation
+from core.config.architecture import SWIGLU, Activation, SwiGLU
 from core.config.recipe import Operand
+from core.kernels.activation import rounded_forward
 from core.kernels.backend import product_dtype
 from core.kernels.deferred import Deferred
 from core.kernels.grouped_products import Biases, Form, Kept, Products, expert_mlp_grouped
@@ -52,7 +53,13 @@ def products_of(quantiser: Quantiser | None) -> Products:
     if quantiser is None:
         return Products(forward=_plain_forward, of_rows=_plain_of_rows, of_weight=_plain_of_weight)
     one = _Recipe(quantiser.here())
-    return Products(forward=one.forward, of_rows=one.of_rows, of_weight=one.of_weight, keep=one.keep)
+    return Products(
+        forward=one.forward,
+        of_rows=one.of_rows,
+        of_weight=one.of_weight,
+        keep=one.keep,
+        of_activation=one.of_activation,
+    )
 
 
 class _Recipe:
@@ -67,6 +74,17 @@ class _Recipe:
         if operands.input is None or operands.weight is None:
             return _plain_forward(rows, weight, pieces)
         return self._of_rows(rows, weight, pieces, operands.input, operands.weight, transposed=False)
+
+    def of_activation(
+        self, product: Tensor, activation: Activation, weight_R: Tensor, weight: Tensor, pieces: Pieces
+    ) -> Tensor:
+        """The forward product of an activation that is not written where it need not be."""
+        operands = self.recipe.forward
+        if operands.input is None or operands.weight is None or not isinstance(activation, SwiGLU):
+            return self.forward(rounded_forward(product, activation, weight_R), weight, pieces)
+        rows = self.quantiser.rows_of_swiglu(product, weight_R, _counts(pieces), operands.input, "input")
+        matrices = self.quantiser.weight(weight.detach(), operands.weight, transposed=False)
+        return self.quantiser.backend.of_rows(rows, matrices, product.dtype)
 
     def of_rows(self, grad: Tensor, weight: Tensor, pieces: Pieces) -> Tensor:
         """[R, N] by [E, N, K] to [R, K]."""

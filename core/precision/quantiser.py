@@ -14,8 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from core.config.architecture import SWIGLU
 from core.config.recipe import WHOLE, Operand, Recipe
-from core.precision.formats import Quantised, is_symmetric, quantise
+from core.kernels.activation import rounded_forward
+from core.precision.activation import runs_kernels, swiglu_amax, swiglu_quantised
+from core.precision.formats import NVFP4_ROWS, Quantised, is_symmetric, quantise
 from core.precision.grouped import Grouped, quantise_grouped, quantise_grouped_columns
 from core.precision.hadamard import POINTS, hadamard
 from core.precision.history import AmaxHistory, Role
@@ -24,6 +27,7 @@ from core.precision.operands import format_of
 from core.precision.primary import PrimaryWeight
 from core.precision.products import ProductsBackend
 from core.precision.reach import Reach
+from core.precision.rotated import fuses, quantise_rotated, quantise_rotated_columns, rotated, rotated_amax
 from core.precision.rounding import content_noise
 
 Watch = Callable[[Role, Tensor, Quantised | Grouped], None]
@@ -73,7 +77,15 @@ class Quantiser:
             x_SR = F.pad(x_SR, (0, 0, 0, more))
         # Of the rows of tokens, not of features: a token has the same neighbours under no two mappings.
         noise = self._noise(x_SR, f"{role}.columns").mT if operand.stochastic else None
-        return self._quantised(x_SR.mT.contiguous(), operand, role, noise)
+        if not _rotates(x_SR, operand):
+            return self._quantised(x_SR.mT.contiguous(), operand, role, noise)
+        amax = rotated_amax(x_SR, self.signs, along=0)
+        if self._measures(operand):
+            amax = self._given(amax, operand, role)
+        made = quantise_rotated(x_SR, self.signs, along=0, amax=amax, noise=noise)
+        if self.watch is not None:
+            self.watch(role, rotated(x_SR, self.signs, along=0), made)
+        return made
 
     def weight(self, weight: Tensor, operand: Operand, *, transposed: bool) -> Quantised:
         """A weight [..., N, K], summed over K, or over N where `transposed`."""
@@ -100,6 +112,20 @@ class Quantiser:
             self.watch(role, turned, made)
         return made
 
+    def rows_of_swiglu(
+        self, product_R2F: Tensor, weight_R: Tensor | None, counts_E: Tensor, operand: Operand, role: Role
+    ) -> Grouped:
+        """What `rows_of_experts` makes of SwiGLU times a row's weight, rounded to the product's dtype: in one pass where kernels can."""
+        if operand.hadamard or operand.stochastic or not runs_kernels(product_R2F):
+            return self.rows_of_experts(rounded_forward(product_R2F, SWIGLU, weight_R), counts_E, operand, role)
+        amax_E = None
+        if self._measures(operand):
+            amax_E = self._given(swiglu_amax(product_R2F, weight_R, counts_E), operand, role)
+        made = swiglu_quantised(product_R2F, weight_R, counts_E, format_of(operand), amax_E=amax_E)
+        if self.watch is not None:
+            self.watch(role, rounded_forward(product_R2F, SWIGLU, weight_R), made)
+        return made
+
     def columns_of_experts(self, x_RS: Tensor, counts_E: Tensor, operand: Operand, role: Role) -> Grouped:
         """The transpose of rows sorted by expert: [S, R], blocks along R, in whole blocks of an expert's own."""
         if x_RS.is_meta:
@@ -107,6 +133,14 @@ class Quantiser:
             self._ask((len(counts_E),), operand, role)
             return imagined_rows((rows, summed), counts_E, format_of(operand), 1, x_RS.device)
         noise = self._noise(x_RS, f"{role}.columns").mT if operand.stochastic else None
+        if _rotates(x_RS, operand):
+            amax_E = rotated_amax(x_RS, self.signs, along=0, counts_E=counts_E)
+            if self._measures(operand):
+                amax_E = self._given(amax_E, operand, role)
+            made = quantise_rotated_columns(x_RS, counts_E, self.signs, amax_E=amax_E, noise=noise)
+            if self.watch is not None:
+                self.watch(role, rotated(x_RS, self.signs, along=0), made)
+            return made
         turned = hadamard(x_RS.mT.contiguous(), self.signs).mT if operand.hadamard else x_RS
         made = quantise_grouped_columns(
             turned, counts_E, format_of(operand), amax_E=self._amax_E(turned, counts_E, operand, role), noise=noise
@@ -147,6 +181,11 @@ class Quantiser:
 
     def _noise(self, x: Tensor, which: str) -> Tensor:
         return content_noise(self.seed, f"{self.name}:{which}", x)
+
+
+def _rotates(x: Tensor, operand: Operand) -> bool:
+    """Whether kernels rotate an operand and round it in one pass."""
+    return operand.hadamard and format_of(operand) == NVFP4_ROWS and fuses(x)
 
 
 def _largest(x: Tensor, dimensions: tuple[int, ...]) -> Tensor:

@@ -21,9 +21,14 @@ from core.precision.scales import float32_scales
 Along = Literal[0, 1]
 
 
+def fuses(x: Tensor) -> bool:
+    """Whether kernels rotate and round this tensor in one pass: a matrix of float32 or narrower."""
+    return x.dim() == 2 and x.dtype != torch.float64 and not x.is_meta and kernels_backend(x.device) == "triton"
+
+
 def rotated(x: Tensor, signs: Tensor, *, along: Along) -> Tensor:
     """The rotated rows [R, S], float32 at least. Raises ValueError where 16 does not divide S."""
-    if _fused(x):
+    if fuses(x):
         from core.kernels.triton.hadamard import rotate_lines
 
         return rotate_lines(x, signs, along=along)
@@ -36,7 +41,7 @@ def rotated_amax(x: Tensor, signs: Tensor, *, along: Along, counts_E: Tensor | N
     Not finite where something in it is not. counts_E: [E] int64, how many each expert has along x's first dimension, by which x is
     sorted: rows where `along` is 1, and of S where it is 0, in multiples of 16 then, for a group belongs to one expert.
     """
-    if _fused(x):
+    if fuses(x):
         from core.kernels.triton.hadamard import largest_of_lines
 
         of_line = largest_of_lines(x, signs, along=along)
@@ -59,13 +64,11 @@ def quantise_rotated(
     amax: [1, 1], of `rotated_amax` and of other ranks perhaps, which is measured first where it is missing. noise: [R, S], see `encode`.
     Raises ValueError where 16 does not divide S.
     """
-    if amax is None:
-        amax = rotated_amax(x, signs, along=along)
-    if not _fused(x):
+    if not fuses(x):
         return quantise(rotated(x, signs, along=along), NVFP4_ROWS, amax=amax, noise=noise)
     from core.kernels.triton.hadamard import quantise_lines
 
-    amax = amax.float()
+    amax = rotated_amax(x, signs, along=along) if amax is None else amax.float()
     codes, scales = quantise_lines(x, signs, amax, along=along, noise=noise)
     return Quantised(
         data=codes,
@@ -87,17 +90,16 @@ def quantise_rotated_columns(
     """Rows sorted by expert, [S, R], transposed and rotated along S in NVFP4: [R, S], as `quantise_grouped_columns` makes it.
 
     counts_E: [E] int64, multiples of 16 that sum to S. amax_E: [E], of `rotated_amax` with along=0, which is measured first where it is
-    missing. noise: [R, S]. Raises ValueError for other counts.
+    missing. noise: [R, S]. Raises ValueError for other counts, but not for such that lie on a GPU, for which the host would have to wait.
     """
-    _check(counts_E, x_SR.shape[0])
-    if amax_E is None:
-        amax_E = rotated_amax(x_SR, signs, along=0, counts_E=counts_E)
-    if not _fused(x_SR):
+    if counts_E.device.type == "cpu":
+        _check(counts_E, x_SR.shape[0])
+    if not fuses(x_SR):
         turned = rotated(x_SR, signs, along=0)
         return quantise_grouped_columns(turned.T, counts_E, NVFP4_ROWS, amax_E=amax_E, noise=noise)
     from core.kernels.triton.hadamard import quantise_lines
 
-    amax_E = amax_E.float()
+    amax_E = rotated_amax(x_SR, signs, along=0, counts_E=counts_E) if amax_E is None else amax_E.float()
     of_group = amax_E.repeat_interleave(counts_E // POINTS, output_size=x_SR.shape[0] // POINTS)
     codes, scales = quantise_lines(x_SR, signs, of_group, along=0, noise=noise)
     return Grouped(
@@ -122,10 +124,6 @@ def _check(counts_E: Tensor, summed: int) -> None:
 
 def _tensor_scale(amax: Tensor) -> Tensor:
     return float32_scales(amax, E2M1.largest * E4M3.largest).stored
-
-
-def _fused(x: Tensor) -> bool:
-    return x.dtype != torch.float64 and kernels_backend(x.device) == "triton"
 
 
 def _largest(x: Tensor, dimension: int) -> Tensor:

@@ -44,9 +44,14 @@ def quantise_lines(
     """The rotated x in NVFP4 of blocks of 16 along S: two codes to a byte [R, S / 2], and E4M3 scales [R, S / 16], uint8 both.
 
     amax: float32, of everything in one element, or of each line; see `largest_of_lines`. noise: [R, S] in any strides; rounds to the
-    nearest without.
+    nearest without. Raises ValueError for other shapes.
     """
     rows, summed = _sizes(x, along)
+    if noise is not None and noise.shape != (rows, summed):
+        raise ValueError(f"noise of shape {tuple(noise.shape)} for numbers of shape {(rows, summed)}")
+    lines = rows if along == 1 else summed // POINTS
+    if amax.numel() not in (1, lines):
+        raise ValueError(f"an amax of shape {tuple(amax.shape)} for {lines} lines")
     codes = torch.empty(rows, summed // 2, dtype=torch.uint8, device=x.device)
     scales = torch.empty(rows, summed // POINTS, dtype=torch.uint8, device=x.device)
     if x.numel():

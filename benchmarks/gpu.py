@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks import gpu_products
+from benchmarks import gpu_fused_casts, gpu_products
 from benchmarks.moe_layer import ours, transformers
 from core.config.architecture import AuxLoss, Groups, MoE, Router
 from core.config.mapping import ParallelConfig
@@ -143,6 +143,7 @@ def run(shapes: list[Shape], tokens: int, device: torch.device) -> list[str]:
         if device.type == "cuda":
             print(layer_line(shape, tokens, device), flush=True)
         print(*gpu_products.lines(*product_sizes(shape, tokens, device), seconds), sep="\n", flush=True)
+        print(*gpu_fused_casts.lines(*product_sizes(shape, tokens, device), seconds, copy), sep="\n", flush=True)
     return wrong
 
 

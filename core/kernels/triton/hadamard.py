@@ -33,7 +33,7 @@ def largest_of_lines(x: Tensor, signs: Tensor, *, along: Along) -> Tensor:
         high, wide = _tile(summed, along)
         _largest[(triton.cdiv(rows, high), triton.cdiv(summed, wide))](
             x, signs.to(x.device), lines, rows, summed, x.stride(1 - along), x.stride(along),
-            BY_ROW=along == 1, HIGH=high, WIDE=wide, enable_fp_fusion=False,
+            BY_ROW=along == 1, HIGH=high, WIDE=wide, num_warps=_warps(along), enable_fp_fusion=False,
         )  # fmt: skip
     return lines.view(torch.float32)
 
@@ -60,7 +60,7 @@ def quantise_lines(
         _quantise[(triton.cdiv(rows, high), triton.cdiv(summed, wide))](
             x, signs.to(x.device), amax.contiguous(), noise, codes, scales, rows, summed, x.stride(1 - along), x.stride(along),
             each if along == 1 else 0, each if along == 0 else 0, *(noise.stride() if noise is not None else (0, 0)),
-            STOCHASTIC=noise is not None, HIGH=high, WIDE=wide, enable_fp_fusion=False,
+            STOCHASTIC=noise is not None, HIGH=high, WIDE=wide, num_warps=_warps(along), enable_fp_fusion=False,
         )  # fmt: skip
     return codes, scales
 
@@ -73,7 +73,7 @@ def rotate_lines(x: Tensor, signs: Tensor, *, along: Along) -> Tensor:
         high, wide = _tile(summed, along)
         _rotate[(triton.cdiv(rows, high), triton.cdiv(summed, wide))](
             x, signs.to(x.device), out, rows, summed, x.stride(1 - along), x.stride(along), HIGH=high, WIDE=wide,
-            enable_fp_fusion=False,
+            num_warps=_warps(along), enable_fp_fusion=False,
         )  # fmt: skip
     return out
 
@@ -92,6 +92,10 @@ def _tile(summed: int, along: Along) -> tuple[int, int]:
         return _TURNED
     high, wide = tile(max(POINTS, summed))
     return high, wide
+
+
+def _warps(along: Along) -> int:
+    return 8 if along == 0 else 4
 
 
 @triton.jit

@@ -39,7 +39,14 @@ class Compiler:
         self.found: list[dict[str, Any]] = []
 
     def launch(
-        self, kernel: Any, *args: Any, grid: Any, warmup: bool, enable_fp_fusion: bool = True, **constants: Any
+        self,
+        kernel: Any,
+        *args: Any,
+        grid: Any,
+        warmup: bool,
+        enable_fp_fusion: bool = True,
+        num_warps: int = 4,
+        **constants: Any,
     ) -> None:
         """As JITFunction.run."""
         known = dict(zip(kernel.arg_names, args, strict=False)) | constants
@@ -55,7 +62,9 @@ class Compiler:
                 if value % 16 == 0:
                     attrs[(place,)] = [["tt.divisibility", 16]]
         source = ASTSource(fn=kernel, signature=types, constexprs=fixed, attrs=attrs)
-        text = compile(source, target=self.target, options={"enable_fp_fusion": enable_fp_fusion}).asm["ptx"]
+        text = compile(
+            source, target=self.target, options={"enable_fp_fusion": enable_fp_fusion, "num_warps": num_warps}
+        ).asm["ptx"]
         self.found.append(
             {
                 "kernel": f"{kernel.__module__.rsplit('.', 1)[1]}{kernel.__name__}",

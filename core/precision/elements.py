@@ -63,14 +63,19 @@ def encode(x: Tensor, element: Element, *, noise: Tensor | None = None) -> Tenso
     """
     x = x.to(wide_dtype(x.dtype))
     if noise is not None:
-        if noise.shape != x.shape:
-            raise ValueError(f"noise of shape {tuple(noise.shape)} for numbers of shape {tuple(x.shape)}")
+        check_noise(noise, x.shape)
         return _encode_by_arithmetic(x, element, noise)
     if element.bits == 4:
         return _encode_e2m1(x)
     if x.dtype == torch.float64:  # torch's own cast goes through float32
         return _encode_by_arithmetic(x, element, None)
     return x.clamp(-element.largest, element.largest).to(element.dtype).view(torch.uint8)
+
+
+def check_noise(noise: Tensor, shape: torch.Size) -> None:
+    """Raises ValueError for noise of another shape than the numbers'."""
+    if noise.shape != shape:
+        raise ValueError(f"noise of shape {tuple(noise.shape)} for numbers of shape {tuple(shape)}")
 
 
 def decode(codes: Tensor, element: Element, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core.kernels.backend import wide_dtype
+from core.kernels.casts import Cast
+from core.precision import fast
 from core.precision.bands import Band, bands_of, each_band, matrices
 from core.precision.elements import E2M1, E4M3, E5M2, Element, codes_of, decode, encode, store
 from core.precision.scales import MXRounding, Scales, float32_scales, mx_scales, nvfp4_scales
@@ -125,16 +127,18 @@ def quantise(x: Tensor, format: Format, *, amax: Tensor | None = None, noise: Te
     """
     if x.dim() < 2:
         raise ValueError(f"quantises matrices [..., R, C], not {tuple(x.shape)}")
+    how = cast_of(format)
+    if fast.runs_kernels(x, how):
+        _check_amax(amax, format, x.shape)
+        return _of_made(fast.cast(x, how, amax=amax, noise=noise), format, x.shape)
     block_amax = block_amax_of(x, block_of(format, x.shape))
     tensor_amax = None
     if isinstance(format, PerTensor | NVFP4):
         tensor_amax = _largest(block_amax, (-2, -1), keep=True)
         if amax is not None:
             tensor_amax = given_amax(amax, tensor_amax)
-    elif amax is not None:
-        raise ValueError(
-            f"{type(format).__name__} measures the amax of every block; only PerTensor and NVFP4 can be given one"
-        )
+    else:
+        _check_amax(amax, format, x.shape)
     return quantise_with(x, scales_for(format, block_amax, tensor_amax), format, noise=noise)
 
 
@@ -150,10 +154,56 @@ def quantise_both(
 
     Where blocks are square, both have the same codes and scales. column_noise: [..., C, R], of those that are rounded apart.
     """
+    how = cast_of(format)
+    if x.dim() >= 2 and fast.runs_kernels(x, how):
+        _check_amax(amax, format, x.shape)
+        one, other = fast.cast_both(x, how, amax=amax, noise=noise, turned_noise=column_noise)
+        return _of_made(one, format, x.shape), _of_made(other, format, x.mT.shape)
     rows = quantise(x, format, amax=amax, noise=noise)
     if is_symmetric(format):
         return rows, rows.transposed()
     return rows, quantise(x.mT.contiguous(), format, amax=amax, noise=column_noise)
+
+
+def cast_of(format: Format) -> Cast:
+    """A format as kernels know it."""
+    match format:
+        case PerTensor(element=element):
+            return Cast(kind="tensor", element=element.name, largest=element.largest)
+        case Blocks(element=element, block=block, power_of_two=exact):
+            return Cast(kind="float32", element=element.name, largest=element.largest, block=block, exact=exact)
+        case MX(element=element, rounding=rounding):
+            up = rounding == "up"
+            return Cast(kind="mx", element=element.name, largest=element.largest, block=_MX_BLOCK, exact=up)
+        case NVFP4(block=block):
+            return Cast(kind="nvfp4", element=E2M1.name, largest=E2M1.largest * E4M3.largest, block=block)
+
+
+def stored_scales(scales: Tensor, format: Format) -> Tensor:
+    """Scales that kernels wrote, in the dtype of the format's."""
+    if isinstance(format, MX):
+        return scales.view(torch.float8_e8m0fnu)
+    return scales.view(E4M3.dtype) if isinstance(format, NVFP4) else scales
+
+
+def _of_made(made: fast.Made, format: Format, shape: torch.Size) -> Quantised:
+    return Quantised(
+        data=made.data.view(element_of(format).dtype),
+        scales=stored_scales(made.scales, format),
+        tensor_scale=made.tensor_scale,
+        format=format,
+        shape=tuple(shape),
+    )
+
+
+def _check_amax(amax: Tensor | None, format: Format, shape: torch.Size) -> None:
+    """Raises ValueError for an amax of a format that measures its own, or of a shape that does not fit."""
+    if amax is not None and not isinstance(format, PerTensor | NVFP4):
+        raise ValueError(
+            f"{type(format).__name__} measures the amax of every block; only PerTensor and NVFP4 can be given one"
+        )
+    if amax is not None and amax.dim() and amax.shape != (*shape[:-2], 1, 1):
+        raise ValueError(f"an amax of shape {tuple(amax.shape)} for scales of shape {(*shape[:-2], 1, 1)}")
 
 
 def scales_for(format: Format, block_amax: Tensor, tensor_amax: Tensor | None) -> Scales:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from core.kernels.backend import wide_dtype
+from core.precision import fast
 from core.precision.formats import (
     NVFP4,
     Format,
@@ -19,11 +20,13 @@ from core.precision.formats import (
     Quantised,
     block_amax_of,
     block_of,
+    cast_of,
     decode_scaled,
     element_of,
     encode_scaled,
     given_amax,
     scales_for,
+    stored_scales,
 )
 
 Axis = Literal[0, 1]
@@ -99,7 +102,7 @@ def quantise_grouped(
     noise: [R, C], see `encode`. Raises ValueError for counts that do not sum to R, blocks of several
     rows, and amax_E for other formats.
     """
-    return _quantise(x_RC, counts_E, format, 0, amax_E, noise)
+    return _by_kernels(x_RC, counts_E, format, 0, amax_E, noise) or _quantise(x_RC, counts_E, format, 0, amax_E, noise)
 
 
 def quantise_grouped_columns(
@@ -110,7 +113,35 @@ def quantise_grouped_columns(
     noise: [C, R]. Raises ValueError also for counts that are no multiple of the block: rows of zeros must fill them beforehand, as
     permute does, since a short block inside would misalign all that follow.
     """
-    return _quantise(x_RC.T.contiguous(), counts_E, format, 1, amax_E, noise)
+    return _by_kernels(x_RC, counts_E, format, 1, amax_E, noise) or _quantise(
+        x_RC.T.contiguous(), counts_E, format, 1, amax_E, noise
+    )
+
+
+def _by_kernels(
+    x_RC: Tensor, counts_E: Tensor, format: Format, axis: Axis, amax_E: Tensor | None, noise: Tensor | None
+) -> Grouped | None:
+    """What `_quantise` makes, by kernels where they run here. Counts that a GPU holds are not checked: the host would wait for them."""
+    how = cast_of(format)
+    if not fast.runs_kernels(x_RC, how):
+        return None
+    rows, columns = x_RC.shape
+    shape = (rows, columns) if axis == 0 else (columns, rows)
+    block = _block(format, shape, axis)
+    _check_block(format, block)
+    _check_amax(amax_E, len(counts_E), format)
+    if counts_E.device.type == "cpu":
+        _check(counts_E, rows, block[axis])
+    made = fast.cast_grouped(x_RC, counts_E, how, turned=axis == 1, amax_E=amax_E, noise=noise)
+    return Grouped(
+        data=made.data.view(element_of(format).dtype),
+        scales=stored_scales(made.scales, format),
+        tensor_scale_E=made.tensor_scale,
+        counts_E=counts_E,
+        axis=axis,
+        format=format,
+        shape=shape,
+    )
 
 
 def _quantise(
@@ -119,10 +150,7 @@ def _quantise(
     """x as it is stored: R along `axis`."""
     shape = (x.shape[0], x.shape[1])
     block = _block(format, shape, axis)
-    if not isinstance(format, PerTensor) and block[0] != 1:
-        raise ValueError(
-            f"rows of experts are quantised in blocks of one row, not of {block[0]}, which are for weights"
-        )
+    _check_block(format, block)
     _check(counts_E, shape[axis], block[axis])
     lines_E = counts_E // block[axis]
     block_amax = block_amax_of(x, block)
@@ -143,8 +171,7 @@ def _scales(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """What is stored of the scales, the factors on the grid of blocks, and the tensor scale of each expert, if any."""
     if not isinstance(format, PerTensor | NVFP4):
-        if amax_E is not None:
-            raise ValueError(f"{type(format).__name__} measures the amax of every block, and cannot be given one")
+        _check_amax(amax_E, len(lines_E), format)
         blocks = scales_for(format, block_amax, None)
         return blocks.stored, blocks.factor, None
     expert_amax = _expert_amax(block_amax, lines_E, axis, amax_E)
@@ -173,6 +200,24 @@ def _block(format: Format, shape: tuple[int, int], axis: Axis) -> tuple[int, int
     if isinstance(format, PerTensor):
         return (1, max(1, shape[1])) if axis == 0 else (max(1, shape[0]), 1)
     return block_of(format, shape)
+
+
+def _check_block(format: Format, block: tuple[int, int]) -> None:
+    """Raises ValueError for blocks of several rows."""
+    if not isinstance(format, PerTensor) and block[0] != 1:
+        raise ValueError(
+            f"rows of experts are quantised in blocks of one row, not of {block[0]}, which are for weights"
+        )
+
+
+def _check_amax(amax_E: Tensor | None, experts: int, format: Format) -> None:
+    """Raises ValueError for an amax of a format that measures its own, or of another number of experts."""
+    if amax_E is None:
+        return
+    if not isinstance(format, PerTensor | NVFP4):
+        raise ValueError(f"{type(format).__name__} measures the amax of every block, and cannot be given one")
+    if amax_E.dim() and amax_E.shape != (experts,):
+        raise ValueError(f"an amax of shape {tuple(amax_E.shape)} for scales of shape {(experts,)}")
 
 
 def _check(counts_E: Tensor, rows: int, multiple: int) -> None:

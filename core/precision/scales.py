@@ -78,7 +78,9 @@ def nvfp4_scales(block_amax: Tensor, tensor_amax: Tensor) -> Scales:
     tensor_amax: of a shape that block_amax broadcasts with. Everything is float32.
     """
     tensor = float32_scales(tensor_amax, E2M1.largest * E4M3.largest)
-    wanted = block_amax.float() / E2M1.largest * tensor.factor
+    # By a tensor: torch divides by a number on a GPU as a product with its reciprocal, to other bits than a CPU.
+    six = torch.full((), E2M1.largest, device=block_amax.device)
+    wanted = block_amax.float() / six * tensor.factor
     wanted = torch.where(block_amax.isfinite(), wanted, math.nan)
     stored = encode(wanted, E4M3).view(E4M3.dtype)
     unit = stored.float() * tensor.stored

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 
 from core.config.architecture import ModelConfig
@@ -17,9 +18,11 @@ from core.moe.layer import MoELayer
 from core.precision.backends.choose import products_for
 from core.precision.hadamard import hadamard_signs
 from core.precision.history import AmaxHistory
+from core.precision.operands import format_of
 from core.precision.parcel import parcels_of
 from core.precision.quantiser import Quantiser
 from core.precision.reach import reach_of
+from core.precision.self_check import self_check
 from core.state.spec import TensorSpec
 
 _OWNERS = (Linear, MLP, Experts)
@@ -30,8 +33,9 @@ def quantise_model(model: nn.Module, config: ModelConfig, recipe: Recipe, place:
     """Run the products that `recipe` takes by it, those of this rank's parts of `model`; nothing else changes.
 
     seed: of the run, for stochastic rounding and rotations. Histories of delayed scaling become buffers of the model. Raises ConfigError
-    where the device has none of the recipe's formats.
+    where the device has none of the recipe's formats, ZooError where it rounds to one otherwise than defined.
     """
+    try_formats(recipe, place.device)
     taken = {product.name for product in quantised_products(recipe, config)}
     signs = hadamard_signs(seed, "recipe").to(place.device)
     backend = products_for(recipe, place.device, place.dtype)
@@ -56,6 +60,17 @@ def quantise_model(model: nn.Module, config: ModelConfig, recipe: Recipe, place:
                 history=history,
                 reach=reach_of(_spec(module, name), place.groups, routed=isinstance(module, Experts)),
             )
+
+
+def try_formats(recipe: Recipe, device: torch.device) -> None:
+    """The trial of every format of a recipe on a GPU, each once. A CPU computes the definition, and a plan computes nothing.
+
+    The host waits for the device. Raises ZooError as `self_check` does.
+    """
+    if device.type != "cuda":
+        return
+    for format in dict.fromkeys(format_of(operand) for _, operand in recipe.operands()):
+        self_check(format, device)
 
 
 def quantisers(model: nn.Module) -> Iterator[Quantiser]:

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks import gpu_fused_casts, gpu_products
+from benchmarks import gpu_fused_casts, gpu_products, gpu_quantise
 from benchmarks.moe_layer import ours, transformers
 from core.config.architecture import AuxLoss, Groups, MoE, Router
 from core.config.mapping import ParallelConfig
@@ -131,6 +131,8 @@ def run(shapes: list[Shape], tokens: int, device: torch.device) -> list[str]:
     copy = copy_bandwidth(device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "Triton's interpreter"
     print(f"{name}, torch {torch.__version__}: a copy moves {copy / 1e9:,.0f} GB/s")
+    if device.type == "cuda":
+        print(*gpu_quantise.lines(*gpu_quantise.MATRIX, seconds, copy, device), sep="\n", flush=True)
     wrong = []
     for shape in shapes:
         print(f"\n{shape.name}: {tokens} tokens of {shape.hidden}, {shape.held} of {shape.moe.experts} experts here")
@@ -143,6 +145,8 @@ def run(shapes: list[Shape], tokens: int, device: torch.device) -> list[str]:
         if device.type == "cuda":
             print(layer_line(shape, tokens, device), flush=True)
         print(*gpu_products.lines(*product_sizes(shape, tokens, device), seconds), sep="\n", flush=True)
+        hidden, _, counts_E = product_sizes(shape, tokens, device)
+        print(*gpu_quantise.grouped_lines(hidden, counts_E, seconds, copy), sep="\n", flush=True)
         print(*gpu_fused_casts.lines(*product_sizes(shape, tokens, device), seconds, copy), sep="\n", flush=True)
     return wrong
 

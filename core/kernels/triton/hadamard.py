@@ -20,6 +20,8 @@ Along = Literal[0, 1]
 POINTS = 16
 # Rows and numbers along S of a program's tile, where memory runs along the rows: whole sectors are read and written.
 _TURNED = (64, 64)
+# Rows and groups, where a thread holds all points of its groups.
+_TURNED_GROUPS = (64, 8)
 
 
 def largest_of_lines(x: Tensor, signs: Tensor, *, along: Along) -> Tensor:
@@ -29,11 +31,19 @@ def largest_of_lines(x: Tensor, signs: Tensor, *, along: Along) -> Tensor:
     """
     rows, summed = _sizes(x, along)
     lines = torch.zeros(rows if along == 1 else summed // POINTS, dtype=torch.int32, device=x.device)
-    if x.numel():
+    if not x.numel():
+        return lines.view(torch.float32)
+    signs = signs.to(x.device)
+    if along == 1:
         high, wide = _tile(summed, along)
         _largest[(triton.cdiv(rows, high), triton.cdiv(summed, wide))](
-            x, signs.to(x.device), lines, rows, summed, x.stride(1 - along), x.stride(along),
-            BY_ROW=along == 1, HIGH=high, WIDE=wide, num_warps=_warps(along), enable_fp_fusion=False,
+            x, signs, lines, rows, summed, *x.stride(), HIGH=high, WIDE=wide, enable_fp_fusion=False
+        )
+    else:
+        high, groups = _TURNED_GROUPS
+        _turned_largest[(triton.cdiv(rows, high), triton.cdiv(summed // POINTS, groups))](
+            x, signs, lines, rows, summed, x.stride(1), x.stride(0), HIGH=high, GROUPS=groups, num_warps=2,
+            enable_fp_fusion=False,
         )  # fmt: skip
     return lines.view(torch.float32)
 
@@ -54,13 +64,21 @@ def quantise_lines(
         raise ValueError(f"an amax of shape {tuple(amax.shape)} for {lines} lines")
     codes = torch.empty(rows, summed // 2, dtype=torch.uint8, device=x.device)
     scales = torch.empty(rows, summed // POINTS, dtype=torch.uint8, device=x.device)
-    if x.numel():
+    if not x.numel():
+        return codes, scales
+    signs, each, noise_strides = signs.to(x.device), int(amax.numel() > 1), (0, 0) if noise is None else noise.stride()
+    if along == 1:
         high, wide = _tile(summed, along)
-        each = 0 if amax.numel() == 1 else 1
         _quantise[(triton.cdiv(rows, high), triton.cdiv(summed, wide))](
-            x, signs.to(x.device), amax.contiguous(), noise, codes, scales, rows, summed, x.stride(1 - along), x.stride(along),
-            each if along == 1 else 0, each if along == 0 else 0, *(noise.stride() if noise is not None else (0, 0)),
-            STOCHASTIC=noise is not None, HIGH=high, WIDE=wide, num_warps=_warps(along), enable_fp_fusion=False,
+            x, signs, amax.contiguous(), noise, codes, scales, rows, summed, *x.stride(), each, *noise_strides,
+            STOCHASTIC=noise is not None, HIGH=high, WIDE=wide, enable_fp_fusion=False,
+        )  # fmt: skip
+    else:
+        high, groups = _TURNED_GROUPS
+        _turned_quantise[(triton.cdiv(rows, high), triton.cdiv(summed // POINTS, groups))](
+            x, signs, amax.contiguous(), noise, codes.view(torch.int64), scales, rows, summed,
+            x.stride(1), x.stride(0), each, *noise_strides,
+            STOCHASTIC=noise is not None, HIGH=high, GROUPS=groups, num_warps=4 if noise is None else 8, enable_fp_fusion=False,
         )  # fmt: skip
     return codes, scales
 
@@ -122,18 +140,13 @@ def rotated_tile(
 
 @triton.jit
 def _largest(
-    x_ptr, signs_ptr, line_ptr, rows, summed, row_stride, summed_stride,
-    BY_ROW: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+    x_ptr, signs_ptr, line_ptr, rows, summed, row_stride, summed_stride, HIGH: tl.constexpr, WIDE: tl.constexpr
+):
     r = tl.program_id(0).to(tl.int64) * HIGH + tl.arange(0, HIGH)
     s = tl.program_id(1).to(tl.int64) * WIDE + tl.arange(0, WIDE)
     y = rotated_tile(x_ptr, signs_ptr, r, s, rows, summed, row_stride, summed_stride, HIGH, WIDE)
     of_groups = tl.reshape(tl.max(size_bits(y), axis=1), [HIGH, WIDE // 16])
-    if BY_ROW:
-        tl.atomic_max(line_ptr + r, tl.max(of_groups, axis=1), mask=r < rows)
-    else:
-        g = tl.program_id(1).to(tl.int64) * (WIDE // 16) + tl.arange(0, WIDE // 16)
-        tl.atomic_max(line_ptr + g, tl.max(of_groups, axis=0), mask=g < summed // 16)
+    tl.atomic_max(line_ptr + r, tl.max(of_groups, axis=1), mask=r < rows)
 
 
 @triton.jit
@@ -150,7 +163,7 @@ def _rotate(
 @triton.jit
 def _quantise(
     x_ptr, signs_ptr, amax_ptr, noise_ptr, codes_ptr, scales_ptr, rows, summed, row_stride, summed_stride,
-    amax_of_row, amax_of_group, noise_row, noise_summed,
+    amax_of_row, noise_row, noise_summed,
     STOCHASTIC: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """A group is a block: its scale is known as soon as it is rotated."""
@@ -160,8 +173,9 @@ def _quantise(
     s, g = first + tl.arange(0, WIDE), first // 16 + tl.arange(0, WIDE // 16)
     y = rotated_tile(x_ptr, signs_ptr, r, s, rows, summed, row_stride, summed_stride, HIGH, WIDE)
     whole = (r < rows)[:, None] & (g < summed // 16)[None, :]
-    amax = tl.load(amax_ptr + r[:, None] * amax_of_row + g[None, :] * amax_of_group, mask=whole, other=0)
-    tensor_factor, tensor_stored = float32_scale(tl.reshape(size_bits(amax), [GROUPS]), 2688.0, 11, False)
+    amax = tl.load(amax_ptr + r * amax_of_row, mask=r < rows, other=0)
+    amax = tl.reshape(tl.broadcast_to(amax[:, None], [HIGH, WIDE // 16]), [GROUPS])
+    tensor_factor, tensor_stored = float32_scale(size_bits(amax), 2688.0, 11, False)
     factor, scale = nvfp4_scale(tl.max(size_bits(y), axis=1), tensor_factor, tensor_stored)
     noise = y
     if STOCHASTIC:
@@ -173,3 +187,71 @@ def _quantise(
     bytes_inside = (r < rows)[:, None] & (b < summed // 2)[None, :]
     tl.store(codes_ptr + r[:, None] * (summed // 2) + b[None, :], codes, mask=bytes_inside)
     tl.store(scales_ptr + r[:, None] * (summed // 16) + g[None, :], tl.reshape(scale, [HIGH, WIDE // 16]), mask=whole)
+
+
+@triton.jit
+def _turned_groups(
+    x_ptr, signs_ptr, r, g, rows, summed, row_stride, summed_stride
+):  # fmt: skip
+    """The 16 points of the rotated groups, each a tile [groups, rows]; no thread needs another's numbers."""
+    inside = (g < summed // 16)[:, None] & (r < rows)[None, :]
+    place = x_ptr + g[:, None] * 16 * summed_stride + r[None, :] * row_stride
+    x = ()
+    for i in tl.static_range(16):
+        number = widen(tl.load(place + i * summed_stride, mask=inside, other=0))
+        x = x + (number * tl.load(signs_ptr + i),)
+    for stage in tl.static_range(4):
+        y = ()
+        for i in tl.static_range(16):
+            y = y + ((x[i] + x[i + (1 << stage)]) if (i >> stage) % 2 == 0 else (x[i - (1 << stage)] - x[i]),)
+        x = y
+    y = ()
+    for i in tl.static_range(16):
+        y = y + (x[i] * 0.25,)
+    return y
+
+
+@triton.jit
+def _largest_point(y, HIGH: tl.constexpr, GROUPS: tl.constexpr):
+    """The bits of the largest size of every group."""
+    largest = tl.zeros([GROUPS, HIGH], tl.int32)
+    for i in tl.static_range(16):
+        largest = tl.maximum(largest, size_bits(y[i]))
+    return largest
+
+
+@triton.jit
+def _turned_largest(
+    x_ptr, signs_ptr, line_ptr, rows, summed, row_stride, summed_stride, HIGH: tl.constexpr, GROUPS: tl.constexpr
+):
+    r = tl.program_id(0).to(tl.int64) * HIGH + tl.arange(0, HIGH)
+    g = tl.program_id(1).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    y = _turned_groups(x_ptr, signs_ptr, r, g, rows, summed, row_stride, summed_stride)
+    largest = tl.max(_largest_point(y, HIGH, GROUPS), axis=1)
+    tl.atomic_max(line_ptr + g, largest, mask=g < summed // 16)
+
+
+@triton.jit
+def _turned_quantise(
+    x_ptr, signs_ptr, amax_ptr, noise_ptr, codes_ptr, scales_ptr, rows, summed, row_stride, summed_stride,
+    amax_of_group, noise_row, noise_summed, STOCHASTIC: tl.constexpr, HIGH: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """Sixteen codes of a group make one number of 64 bits, the first in its lowest: only these, and scales, change threads."""
+    r = tl.program_id(0).to(tl.int64) * HIGH + tl.arange(0, HIGH)
+    g = tl.program_id(1).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    y = _turned_groups(x_ptr, signs_ptr, r, g, rows, summed, row_stride, summed_stride)
+    amax = tl.load(amax_ptr + g * amax_of_group, mask=g < summed // 16, other=0)[:, None]
+    tensor_factor, tensor_stored = float32_scale(size_bits(amax), 2688.0, 11, False)
+    factor, scale = nvfp4_scale(_largest_point(y, HIGH, GROUPS), tensor_factor, tensor_stored)
+    inside = (g < summed // 16)[:, None] & (r < rows)[None, :]
+    word = tl.zeros([GROUPS, HIGH], tl.int64)
+    for i in tl.static_range(16):
+        noise = y[i]
+        if STOCHASTIC:
+            place = noise_ptr + (g[:, None] * 16 + i) * noise_summed + r[None, :] * noise_row
+            noise = tl.load(place, mask=inside, other=0).to(tl.float64)
+        code = encode(scaled(y[i], factor), noise, "e2m1", STOCHASTIC)
+        word = word | (code.to(tl.int64) << (4 * i))
+    place = r[None, :] * (summed // 16) + g[:, None]
+    tl.store(codes_ptr + place, word, mask=inside)
+    tl.store(scales_ptr + place, scale, mask=inside)

@@ -19,6 +19,7 @@ NAMES = {
     torch.float32: "fp32",
     torch.float64: "fp64",
     torch.bfloat16: "bf16",
+    torch.int64: "i64",
     torch.int32: "i32",
     torch.uint8: "u8",
 }
@@ -92,7 +93,9 @@ def main() -> None:
         hadamard.largest_of_lines(x, signs, along=along)
         hadamard.rotate_lines(x, signs, along=along)
         hadamard.quantise_lines(x, signs, amax_R[:1], along=along)
-        hadamard.quantise_lines(x, signs, amax_R[:64] if along == 0 else amax_R, along=along, noise=noise)
+        hadamard.quantise_lines(
+            x, signs, amax_R[:64] if along == 0 else amax_R, along=along, noise=noise.T if along == 0 else noise
+        )
     gate, up = x.chunk(2, dim=1)
     swiglu.forward(gate, up, amax_R)
     swiglu_quantise.largest_of_rows(gate, up, amax_R)

@@ -131,6 +131,7 @@ def quantise(x: Tensor, format: Format, *, amax: Tensor | None = None, noise: Te
     if fast.runs_kernels(x, how):
         _check_amax(amax, format, x.shape)
         return _of_made(fast.cast(x, how, amax=amax, noise=noise), format, x.shape)
+    x = x.contiguous()
     block_amax = block_amax_of(x, block_of(format, x.shape))
     tensor_amax = None
     if isinstance(format, PerTensor | NVFP4):
@@ -162,7 +163,7 @@ def quantise_both(
     rows = quantise(x, format, amax=amax, noise=noise)
     if is_symmetric(format):
         return rows, rows.transposed()
-    return rows, quantise(x.mT.contiguous(), format, amax=amax, noise=column_noise)
+    return rows, quantise(x.mT, format, amax=amax, noise=column_noise)
 
 
 def cast_of(format: Format) -> Cast:

@@ -78,7 +78,9 @@ class Quantiser:
         # Of the rows of tokens, not of features: a token has the same neighbours under no two mappings.
         noise = self._noise(x_SR, f"{role}.columns").mT if operand.stochastic else None
         if not _rotates(x_SR, operand):
-            return self._quantised(x_SR.mT.contiguous(), operand, role, noise)
+            # Kernels read the transpose where it lies; what copies it is the definition.
+            turned = x_SR.mT.contiguous() if operand.hadamard else x_SR.mT
+            return self._quantised(turned, operand, role, noise)
         amax = rotated_amax(x_SR, self.signs, along=0)
         if self._measures(operand):
             amax = self._given(amax, operand, role)

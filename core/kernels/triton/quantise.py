@@ -74,12 +74,15 @@ def _room(device: torch.device, shape: tuple[int, int, int], how: Cast) -> Copy:
 
 
 def _tile(how: Cast, turned: bool, stochastic: bool) -> tuple[int, int, int]:
-    """Rows and columns of a program's tile, and its warps: whole blocks, and both ways long enough to write whole sectors."""
+    """Rows and columns of a program's tile, and its warps: whole blocks, both ways long enough to write whole sectors.
+
+    A thread of a tile that is turned round holds 16 or 32 numbers; with more its registers would not do.
+    """
     if stochastic:  # which holds float64 beside every number
         return max(32, *how.block), max(64, *how.block), 8
     if max(how.block) > 64 and (turned or how.block[0] > 1):
-        return max(how.block), max(how.block), 8
-    return (64, 64, 4) if turned else (max(16, how.block[0]), max(128, how.block[1]), 4)
+        return max(how.block), max(how.block), 16 if turned else 8
+    return (64, 64, 8) if turned else (max(16, how.block[0]), max(128, how.block[1]), 4)
 
 
 def _launch(

@@ -190,24 +190,23 @@ def _quantise(
 
 
 @triton.jit
-def _turned_groups(
-    x_ptr, signs_ptr, r, g, rows, summed, row_stride, summed_stride
-):  # fmt: skip
+def _turned_groups(x_ptr, signs_ptr, r, g, rows, summed, row_stride, summed_stride):
     """The 16 points of the rotated groups, each a tile [groups, rows]; no thread needs another's numbers."""
     inside = (g < summed // 16)[:, None] & (r < rows)[None, :]
     place = x_ptr + g[:, None] * 16 * summed_stride + r[None, :] * row_stride
     x = ()
     for i in tl.static_range(16):
         number = widen(tl.load(place + i * summed_stride, mask=inside, other=0))
-        x = x + (number * tl.load(signs_ptr + i),)
+        x = x + (number * tl.load(signs_ptr + i),)  # type: ignore[assignment]
     for stage in tl.static_range(4):
         y = ()
         for i in tl.static_range(16):
-            y = y + ((x[i] + x[i + (1 << stage)]) if (i >> stage) % 2 == 0 else (x[i - (1 << stage)] - x[i]),)
+            point = (x[i] + x[i + (1 << stage)]) if (i >> stage) % 2 == 0 else (x[i - (1 << stage)] - x[i])  # type: ignore[var-annotated]
+            y = y + (point,)  # type: ignore[assignment]
         x = y
     y = ()
     for i in tl.static_range(16):
-        y = y + (x[i] * 0.25,)
+        y = y + (x[i] * 0.25,)  # type: ignore[assignment]
     return y
 
 

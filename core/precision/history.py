@@ -70,6 +70,11 @@ class AmaxHistory(nn.Module):
         past = delayed_amax(self.history[..., i, :], margin=margin).view(measured.shape)
         return torch.where(past > 0, past, measured.float())
 
+    def see_as(self, other: AmaxHistory, role: Role) -> None:
+        """Note what another weight's history has seen of an operand that both read."""
+        i = ROLES.index(role)
+        self.seen[..., i].copy_(torch.maximum(self.seen[..., i], other.seen[..., i]))
+
 
 @torch.no_grad()
 def remember(histories: Iterable[AmaxHistory], groups: Groups) -> None:

@@ -20,13 +20,14 @@ class Once:
     """The copies of one x that several weights of one recipe read, each made by the first that asks, kept for all of them at once."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[str, Operand], Quantised] = {}
+        self._made: dict[tuple[str, Operand], tuple[Quantised, Quantiser]] = {}
 
-    def get(self, which: str, operand: Operand, make: Callable[[], Quantised]) -> Quantised:
-        """The copy of this kind."""
-        found = self._made.get((which, operand))
-        if found is None:
-            found = self._made[which, operand] = make()
+    def get(self, which: str, operand: Operand, quantiser: Quantiser, make: Callable[[], Quantised]) -> Quantised:
+        """The copy of this kind, made by `quantiser` or by one before it."""
+        if (which, operand) not in self._made:
+            self._made[which, operand] = make(), quantiser
+        found, first = self._made[which, operand]
+        quantiser.read_with(first)
         return found
 
 
@@ -61,12 +62,12 @@ class _QuantisedLinear(torch.autograd.Function):
         if of_input is None or of_weight is None:
             out = linear(x, matrix)
         else:
-            rows = once.get("rows", of_input, lambda: quantiser.rows(x, of_input, "input"))
+            rows = once.get("rows", of_input, quantiser, lambda: quantiser.rows(x, of_input, "input"))
             out = quantiser.backend.product(rows, quantiser.weight(matrix, of_weight, transposed=False), x.dtype)
         kept = recipe.weight_gradient.input
         columns = None
         if kept is not None:
-            columns = once.get("columns", kept, lambda: quantiser.columns(x, kept, "input"))
+            columns = once.get("columns", kept, quantiser, lambda: quantiser.columns(x, kept, "input"))
         ctx.columns = without_tensors(columns)
         ctx.save_for_backward(weight, *((x,) if columns is None else tensors_of(columns)))
         # The parameter itself, not what autograd saves of it: a gradient that comes later is added to it by hand.

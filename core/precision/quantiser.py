@@ -58,6 +58,11 @@ class Quantiser:
         """This one where gradients are asked for. What is run only to be looked at, as an evaluation, neither is remembered nor watched."""
         return self if torch.is_grad_enabled() else replace(self, watch=None, noting=False)
 
+    def read_with(self, first: Quantiser) -> None:
+        """Remember of an input what the weight saw that has rounded it for this one too."""
+        if self is not first and self.noting and self.history is not None and first.history is not None:
+            self.history.see_as(first.history, "input")
+
     def rows(self, x_RS: Tensor, operand: Operand, role: Role) -> Quantised:
         """x [..., R, S], blocks along S."""
         if x_RS.is_meta:

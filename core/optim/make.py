@@ -7,7 +7,6 @@ from core.config.run import OptimizerConfig
 from core.optim.chained import ChainedOptimizer
 from core.optim.formats import Formats
 from core.optim.fsdp import is_sharded_model, shard
-from core.optim.primary import primary_operand
 from core.optim.protocol import Optimizer
 from core.optim.shards import FullyShardedOptimizer
 from core.parallel.groups import Groups
@@ -41,4 +40,4 @@ def _primary(model: Stage, formats: Formats | None) -> dict[str, Quantiser]:
     """The weights that are to be held as they are rounded, by name."""
     if formats is None or not formats.primary:
         return {}
-    return {q.name: q for q in quantisers(model) if primary_operand(q.recipe) is not None}
+    return {q.name: q for q in quantisers(model) if q.recipe.held is not None}

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from core.config.recipe import Operand, Recipe
+from core.config.recipe import Operand
 from core.optim.buckets import Bucket, Slot, bucket_of, in_chunks, kind_of, lay_out, main_dtype, pack
 from core.optim.formats import Formats
 from core.parallel.collectives import all_reduce_max
@@ -26,13 +26,6 @@ from core.state.inventory import Entry, replicas
 
 # Every weight begins on a boundary of 64 bytes of codes, of four bits too.
 UNIT = 128
-
-
-def primary_operand(recipe: Recipe) -> Operand | None:
-    """How a weight is rounded for all that is multiplied by it; None where it is not, or not once for both products."""
-    operand, other = recipe.forward.weight, recipe.input_gradient.weight
-    once = operand is not None and operand == other and not operand.hadamard and not operand.stochastic
-    return operand if once else None
 
 
 @dataclass(eq=False, kw_only=True)
@@ -238,7 +231,7 @@ def _bucket(
         entry.tensor.data = empty(entry.tensor)
         slots.append(Slot(name=name, entry=entry, start=start, gradient=gradients[start : start + numel].view(shape)))
     chosen = {slot.name: quantisers[slot.name] for slot in slots}
-    operand = primary_operand(chosen[slots[0].name].recipe)
+    operand = chosen[slots[0].name].recipe.held
     assert operand is not None, "weights whose recipe rounds them once for both products"
     return PrimaryBucket(
         slots=tuple(slots),

@@ -7,7 +7,6 @@ the bits that its own activation and `quantise_grouped` give one after the other
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -15,13 +14,9 @@ from torch import Tensor
 from core.config.architecture import SWIGLU
 from core.kernels.activation import rounded_forward
 from core.kernels.backend import kernels_backend
-from core.precision.elements import E2M1, E4M3
-from core.precision.formats import MX, NVFP4, Blocks, Format, PerTensor, block_of, element_of
-from core.precision.grouped import Grouped, quantise_grouped
+from core.precision.formats import NVFP4, Format, PerTensor, block_of, cast_of, element_of, stored_scales
+from core.precision.grouped import Grouped, largest_of_experts, quantise_grouped
 from core.precision.scales import float32_scales
-
-if TYPE_CHECKING:
-    from core.kernels.triton.swiglu_quantise import Rounding
 
 # Blocks of so many fit a program's tile.
 _LARGEST_BLOCK = 1024
@@ -48,10 +43,10 @@ def swiglu_amax(product_R2F: Tensor, weight_R: Tensor | None, counts_E: Tensor) 
         from core.kernels.triton.swiglu_quantise import largest_of_rows
 
         gate, up = product_R2F.chunk(2, dim=1)
-        return _of_experts(largest_of_rows(gate, up, weight_R), counts_E)
+        return largest_of_experts(largest_of_rows(gate, up, weight_R), counts_E)
     sizes = rounded_forward(product_R2F, SWIGLU, weight_R).abs()
     largest_R = sizes.amax(1) if sizes.numel() else sizes.sum(1)
-    return _of_experts(largest_R.to(torch.promote_types(largest_R.dtype, torch.float32)), counts_E)
+    return largest_of_experts(largest_R.to(torch.promote_types(largest_R.dtype, torch.float32)), counts_E)
 
 
 def runs_kernels(product: Tensor) -> bool:
@@ -80,19 +75,17 @@ def _fused(
     from core.kernels.triton.swiglu_quantise import largest_of_rows, quantise_rows
 
     gate, up = product_R2F.chunk(2, dim=1)
-    rounding, amax_R, of_experts = _rounding(format), None, None
+    how, amax_R, of_experts = cast_of(format), None, None
     if isinstance(format, PerTensor | NVFP4):
         if amax_E is None:
-            amax_E = _of_experts(largest_of_rows(gate, up, weight_R), counts_E)
+            amax_E = largest_of_experts(largest_of_rows(gate, up, weight_R), counts_E)
         amax_E = amax_E.float().expand(len(counts_E))
         amax_R = amax_E.repeat_interleave(counts_E, output_size=len(gate))
-    codes, scales, largest_R = quantise_rows(gate, up, weight_R, rounding, amax_R)
+    codes, scales, largest_R = quantise_rows(gate, up, weight_R, how, amax_R)
     if amax_E is not None:
-        finite_E = _of_experts(largest_R, counts_E).isfinite()
-        of_experts = float32_scales(torch.where(finite_E, amax_E, math.nan), rounding.largest).stored
-    if isinstance(format, MX | NVFP4) and scales is not None:
-        scales = scales.view(torch.float8_e8m0fnu if isinstance(format, MX) else E4M3.dtype)
-    stored = of_experts if isinstance(format, PerTensor) else scales
+        finite_E = largest_of_experts(largest_R, counts_E).isfinite()
+        of_experts = float32_scales(torch.where(finite_E, amax_E, math.nan), how.largest).stored
+    stored = of_experts if scales is None else stored_scales(scales, format)
     assert stored is not None, "every format has scales"
     return Grouped(
         data=codes if isinstance(format, NVFP4) else codes.view(element_of(format).dtype),
@@ -103,29 +96,3 @@ def _fused(
         format=format,
         shape=(gate.shape[0], gate.shape[1]),
     )
-
-
-def _rounding(format: Format) -> Rounding:
-    from core.kernels.triton.swiglu_quantise import Rounding
-
-    element = element_of(format)
-    match format:
-        case PerTensor():
-            return Rounding(scaling="tensor", element=element.name, largest=element.largest, block=1)
-        case Blocks(block=block, power_of_two=power_of_two):
-            scaling: Literal["power_of_two", "float32"] = "power_of_two" if power_of_two else "float32"
-            return Rounding(scaling=scaling, element=element.name, largest=element.largest, block=block[1])
-        case MX(rounding=rounding):
-            up = rounding == "up"
-            block = block_of(format, (1, 1))
-            return Rounding(
-                scaling="mx_up" if up else "mx_down", element=element.name, largest=element.largest, block=block[1]
-            )
-        case NVFP4(block=block):
-            return Rounding(scaling="nv", element=element.name, largest=E2M1.largest * E4M3.largest, block=block[1])
-
-
-def _of_experts(of_row_R: Tensor, counts_E: Tensor) -> Tensor:
-    """The largest of each expert's rows [E]; NaN where there is one, zero without rows."""
-    owner = torch.arange(len(counts_E), device=of_row_R.device).repeat_interleave(counts_E, output_size=len(of_row_R))
-    return of_row_R.new_zeros(len(counts_E)).scatter_reduce(0, owner, of_row_R, "amax")

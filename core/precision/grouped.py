@@ -185,9 +185,15 @@ def _scales(
 def _expert_amax(block_amax: Tensor, lines_E: Tensor, axis: Axis, given_E: Tensor | None) -> Tensor:
     """The amax of each expert [E], zero without rows; NaN where its rows are not finite, even where another amax is given."""
     of_line = block_amax.amax(1 - axis) if block_amax.numel() else block_amax.sum(1 - axis)
-    owners = torch.arange(lines_E.numel(), device=lines_E.device).repeat_interleave(lines_E)
-    measured = of_line.new_zeros(lines_E.numel()).scatter_reduce(0, owners, of_line, "amax")
+    measured = largest_of_experts(of_line, lines_E)
     return measured if given_E is None else given_amax(given_E, measured)
+
+
+def largest_of_experts(of_line: Tensor, lines_E: Tensor) -> Tensor:
+    """The largest of each expert's lines [E]: NaN where there is one, zero without lines. The host does not wait."""
+    experts = torch.arange(len(lines_E), device=of_line.device)
+    owners = experts.repeat_interleave(lines_E, output_size=len(of_line))
+    return of_line.new_zeros(len(lines_E)).scatter_reduce(0, owners, of_line, "amax")
 
 
 def _along(of_expert_E: Tensor, lines_E: Tensor, axis: Axis) -> Tensor:

@@ -19,7 +19,7 @@ from core.config.recipe import WHOLE, Operand, Recipe
 from core.kernels.activation import rounded_forward
 from core.precision.activation import runs_kernels, swiglu_amax, swiglu_quantised
 from core.precision.formats import NVFP4_ROWS, Quantised, is_symmetric, quantise
-from core.precision.grouped import Grouped, quantise_grouped, quantise_grouped_columns
+from core.precision.grouped import Grouped, largest_of_experts, quantise_grouped, quantise_grouped_columns
 from core.precision.hadamard import POINTS, hadamard
 from core.precision.history import AmaxHistory, Role
 from core.precision.imagined import imagined, imagined_rows
@@ -202,7 +202,4 @@ def _largest(x: Tensor, dimensions: tuple[int, ...]) -> Tensor:
 
 def _largest_of_experts(x_RS: Tensor, counts_E: Tensor) -> Tensor:
     """The largest size in each expert's rows [E], zero without rows."""
-    experts = torch.arange(len(counts_E), device=x_RS.device)
-    owner_R = experts.repeat_interleave(counts_E, output_size=x_RS.shape[0])
-    of_row = _largest(x_RS, (1,))[:, 0].float()
-    return of_row.new_zeros(len(counts_E)).scatter_reduce(0, owner_R, of_row, "amax")
+    return largest_of_experts(_largest(x_RS, (1,))[:, 0].float(), counts_E)

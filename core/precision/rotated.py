@@ -14,7 +14,7 @@ from torch import Tensor
 from core.kernels.backend import kernels_backend
 from core.precision.elements import E2M1, E4M3
 from core.precision.formats import NVFP4_ROWS, Quantised, quantise
-from core.precision.grouped import Grouped, quantise_grouped_columns
+from core.precision.grouped import Grouped, largest_of_experts, quantise_grouped_columns
 from core.precision.hadamard import POINTS, hadamard
 from core.precision.scales import float32_scales
 
@@ -52,8 +52,7 @@ def rotated_amax(x: Tensor, signs: Tensor, *, along: Along, counts_E: Tensor | N
     if counts_E is None:
         return _largest(of_line, 0).view(1, 1)
     lines_E = counts_E if along == 1 else counts_E // POINTS
-    owner = torch.arange(len(counts_E), device=x.device).repeat_interleave(lines_E, output_size=len(of_line))
-    return of_line.new_zeros(len(counts_E)).scatter_reduce(0, owner, of_line, "amax")
+    return largest_of_experts(of_line, lines_E)
 
 
 def quantise_rotated(

@@ -10,6 +10,7 @@ import torch
 
 from core.config.recipe import Operand
 from core.optim.buckets import lay_out
+from core.optim.primary import UNIT
 from core.parallel.groups import Groups
 from core.precision.formats import NVFP4, PerTensor, block_of, element_of, is_symmetric
 from core.precision.imagined import imagined
@@ -17,8 +18,6 @@ from core.precision.operands import format_of
 from core.state.inventory import Entry
 
 META = torch.device("meta")
-# Weights begin at multiples of so many numbers.
-UNIT = 128
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,33 +6,15 @@ written, so that whether the two are fused shows in no bit.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import Literal
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from core.kernels.casts import Cast
 from core.kernels.triton.rounding import encode, float32_scale, mx_scale, nvfp4_scale, pack, scaled, size_bits, widen
 from core.kernels.triton.swiglu import rows_of, sigmoid_of
 from core.kernels.triton.tiles import NUMBERS_PER_PROGRAM, tile
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rounding:
-    """How rows are rounded.
-
-    scaling: one float32 scale for each expert; or for each block float32, a power of two in float32, E8M0 rounded up or down, or E4M3 under
-    a float32 of the expert. element: its name. largest: what the largest of those that share a float32 becomes. block: how many
-    neighbours share a scale, a power of two.
-    """
-
-    scaling: Literal["tensor", "float32", "power_of_two", "mx_up", "mx_down", "nv"]
-    element: str
-    largest: float
-    block: int
 
 
 def largest_of_rows(gate_RF: Tensor, up_RF: Tensor, weight_R: Tensor | None) -> Tensor:
@@ -51,29 +33,30 @@ def largest_of_rows(gate_RF: Tensor, up_RF: Tensor, weight_R: Tensor | None) -> 
 
 
 def quantise_rows(
-    gate_RF: Tensor, up_RF: Tensor, weight_R: Tensor | None, rounding: Rounding, amax_R: Tensor | None
+    gate_RF: Tensor, up_RF: Tensor, weight_R: Tensor | None, how: Cast, amax_R: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Codes of the activation, uint8 [R, F], or two to a byte [R, ceil(F / 2)]; scales of its blocks; the largest of each row [R].
 
-    amax_R: float32, of what each row shares a scale with, for `tensor`, whose scales the caller knows, and `nv`. Scales are [R,
+    amax_R: float32, of what each row shares a scale with, for `tensor`, whose scales the caller knows, and `nvfp4`. Scales are [R,
     ceil(F / block)] float32, or their codes in uint8. Operands as of `largest_of_rows`.
     """
     (rows, width), device = gate_RF.shape, gate_RF.device
-    columns = triton.cdiv(width, 2) if rounding.element == "e2m1" else width
+    columns = triton.cdiv(width, 2) if how.packed else width
     codes = torch.empty(rows, columns, dtype=torch.uint8, device=device)
-    kind = torch.float32 if rounding.scaling in ("float32", "power_of_two") else torch.uint8
+    kind = torch.float32 if how.kind == "float32" else torch.uint8
     scales = None
-    if rounding.scaling != "tensor":
-        scales = torch.empty(rows, triton.cdiv(width, rounding.block), dtype=kind, device=device)
+    block = how.block[1]
+    if how.kind != "tensor":
+        scales = torch.empty(rows, triton.cdiv(width, block), dtype=kind, device=device)
     largest_R = torch.zeros(rows, dtype=torch.int32, device=device)
     if codes.numel():
         gate, up = rows_of(gate_RF), rows_of(up_RF)
-        high, wide = _tile(width, rounding.block)
+        high, wide = _tile(width, block)
         _quantise[(triton.cdiv(rows, high), triton.cdiv(width, wide))](
             gate, up, None if weight_R is None else weight_R.contiguous(), amax_R, largest_R, codes, scales, rows, width,
             gate.stride(0), up.stride(0), columns, 0 if scales is None else scales.shape[1],
-            WEIGHTED=weight_R is not None, SCALING=rounding.scaling, ELEMENT=rounding.element, LARGEST=rounding.largest,
-            MAX_EXPONENT=math.frexp(rounding.largest)[1] - 1, BLOCK=rounding.block, HIGH=high, WIDE=wide,
+            WEIGHTED=weight_R is not None, KIND=how.kind, EXACT=how.exact, ELEMENT=how.element, LARGEST=how.largest,
+            MAX_EXPONENT=how.max_exponent, BLOCK=block, HIGH=high, WIDE=wide,
             enable_fp_fusion=False,
         )  # fmt: skip
     return codes, scales, largest_R.view(torch.float32)
@@ -113,7 +96,7 @@ def _largest(
 def _quantise(
     gate_ptr, up_ptr, weight_ptr, amax_ptr, largest_ptr, codes_ptr, scales_ptr, rows, width,
     gate_stride, up_stride, columns, blocks,
-    WEIGHTED: tl.constexpr, SCALING: tl.constexpr, ELEMENT: tl.constexpr, LARGEST: tl.constexpr,
+    WEIGHTED: tl.constexpr, KIND: tl.constexpr, EXACT: tl.constexpr, ELEMENT: tl.constexpr, LARGEST: tl.constexpr,
     MAX_EXPONENT: tl.constexpr, BLOCK: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0).to(tl.int64) * HIGH + tl.arange(0, HIGH)
@@ -121,7 +104,7 @@ def _quantise(
     f = first + tl.arange(0, WIDE)
     x = _activation(gate_ptr, up_ptr, weight_ptr, r, f, rows, width, gate_stride, up_stride, WEIGHTED)
     tl.atomic_max(largest_ptr + r, tl.max(size_bits(x), axis=1), mask=r < rows)
-    if SCALING == "tensor":
+    if KIND == "tensor":
         amax = size_bits(tl.load(amax_ptr + r, mask=r < rows, other=0))
         factor, _ = float32_scale(amax, LARGEST, MAX_EXPONENT, False)
         codes = encode(scaled(x, factor[:, None]), x, ELEMENT, False)
@@ -129,15 +112,15 @@ def _quantise(
         BLOCKS: tl.constexpr = HIGH * (WIDE // BLOCK)
         x = tl.reshape(x, [BLOCKS, BLOCK])
         block_amax = tl.max(size_bits(x), axis=1)
-        if SCALING == "nv":
+        if KIND == "nvfp4":
             amax = size_bits(tl.load(amax_ptr + r, mask=r < rows, other=0))
             amax = tl.reshape(tl.broadcast_to(amax[:, None], [HIGH, WIDE // BLOCK]), [BLOCKS])
             tensor_factor, tensor_stored = float32_scale(amax, LARGEST, MAX_EXPONENT, False)
             factor, scale = nvfp4_scale(block_amax, tensor_factor, tensor_stored)
-        elif SCALING == "mx_up" or SCALING == "mx_down":
-            factor, scale = mx_scale(block_amax, ELEMENT, SCALING == "mx_up")
+        elif KIND == "mx":
+            factor, scale = mx_scale(block_amax, ELEMENT, EXACT)
         else:
-            factor, scale = float32_scale(block_amax, LARGEST, MAX_EXPONENT, SCALING == "power_of_two")
+            factor, scale = float32_scale(block_amax, LARGEST, MAX_EXPONENT, EXACT)
         codes = encode(scaled(x, factor[:, None]), x, ELEMENT, False)
         b = first // BLOCK + tl.arange(0, WIDE // BLOCK)
         tl.store(

@@ -14,6 +14,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from triton.runtime.jit import JITFunction
 
+from core.kernels.casts import Cast
+
 TARGETS = {"hopper": 90, "blackwell": 100}
 NAMES = {
     torch.float32: "fp32",
@@ -24,11 +26,11 @@ NAMES = {
     torch.uint8: "u8",
 }
 ALONG: tuple[Literal[0, 1], ...] = (0, 1)
-SCALINGS: tuple[tuple[Any, str, int], ...] = (
-    ("tensor", "e4m3", 1),
-    ("power_of_two", "e4m3", 128),
-    ("mx_up", "e4m3", 32),
-    ("nv", "e2m1", 16),
+CASTS = (
+    Cast(kind="tensor", element="e4m3", largest=448.0),
+    Cast(kind="float32", element="e4m3", largest=448.0, block=(1, 128), exact=True),
+    Cast(kind="mx", element="e4m3", largest=448.0, block=(1, 32), exact=True),
+    Cast(kind="nvfp4", element="e2m1", largest=448.0, block=(1, 16)),
 )
 
 
@@ -99,9 +101,8 @@ def main() -> None:
     gate, up = x.chunk(2, dim=1)
     swiglu.forward(gate, up, amax_R)
     swiglu_quantise.largest_of_rows(gate, up, amax_R)
-    for scaling, element, block in SCALINGS:
-        rounding = swiglu_quantise.Rounding(scaling=scaling, element=element, largest=448.0, block=block)
-        swiglu_quantise.quantise_rows(gate, up, amax_R, rounding, amax_R)
+    for how in CASTS:
+        swiglu_quantise.quantise_rows(gate, up, amax_R, how, amax_R)
     print(json.dumps(compiler.found))
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import pytest
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
@@ -30,6 +31,7 @@ from core.training.work import train_microbatches
 from core.transformer.context import BalanceInputs, TokenBatch, Totals
 from core.transformer.quantise import quantisers
 from core.transformer.stage import PartOutput, Stage, build_model
+from launch.plan.memory import MemoryPlanner
 from launch.plan.survivors import Watch
 from launch.plan.trace import FLOATS, Alike, kinds_by_path
 from tests.core.tiny import batch_of
@@ -68,6 +70,22 @@ class Measured:
     on_host: int
     kept: tuple[int, ...]
     sent: dict[str, int]
+
+
+# Sums of counts that a step's report makes, and of delayed scaling's histories, which the plan leaves out.
+REPORTS = ("world", "dp")
+
+
+def as_planned(measured: Measured, planner: MemoryPlanner, run: RunConfig, rank: int, *, kept: bool = False) -> None:
+    """What a rank holds is its plan exactly; what it sends, and `kept`: what waits for the backward, within 2 %."""
+    resident = planner.resident(run, rank)
+    held = (measured.parameters, measured.gradients, measured.optimizer)
+    assert held == (resident.parameters, resident.gradients, resident.optimizer), rank
+    if kept:
+        planned = [part.activations + part.logits for part in planner.parts(run, rank)]
+        assert planned == pytest.approx(measured.kept, rel=0.02), rank
+    counted = {axis: count for axis, count in measured.sent.items() if axis not in REPORTS}
+    assert planner.traffic(run, rank) == pytest.approx(counted, rel=0.02), rank
 
 
 def measure(rank: int, world: int, run: RunConfig) -> Measured:

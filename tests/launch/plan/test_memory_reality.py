@@ -17,6 +17,7 @@ from core.state.inventory import initialise
 from core.transformer.stage import build_model
 from launch.plan.memory import MemoryPlanner
 from tests.launch.plan.reality import (
+    as_planned,
     batch_for,
     deferred_by_watch,
     kept_by_allocator,
@@ -35,8 +36,6 @@ RECOMPUTED: tuple[tuple[RecomputeName, ...], ...] = (
     ("moe", "shared_experts"),
 )
 WORLDS = (1, 2, 2, 2, 4, 4, 4, 4, 4, 4, 8, 8)
-# Sums of counts that a step's report makes, which the plan leaves out.
-REPORTS = ("world", "dp")
 
 
 def drawn(seed: int = 2) -> Iterator[RunConfig]:
@@ -83,13 +82,7 @@ def test_every_rank_holds_keeps_and_sends_what_its_plan_says(
     run: RunConfig, ranks: Ranks, planner: MemoryPlanner
 ) -> None:
     for rank, measured in enumerate(ranks.run(measure, run.ranks, run)):
-        resident = planner.resident(run, rank)
-        held = (measured.parameters, measured.gradients, measured.optimizer)
-        assert held == (resident.parameters, resident.gradients, resident.optimizer), rank
-        planned = [part.activations + part.logits for part in planner.parts(run, rank)]
-        assert planned == pytest.approx(measured.kept, rel=0.02), rank
-        counted = {axis: count for axis, count in measured.sent.items() if axis not in REPORTS}
-        assert planner.traffic(run, rank) == pytest.approx(counted, rel=0.02), rank
+        as_planned(measured, planner, run, rank, kept=True)
 
 
 def test_the_draw_has_met_every_axis_and_choice() -> None:

@@ -12,12 +12,10 @@ from core.config.precision import ComputeName, PrecisionConfig
 from core.config.recipe import MXFP8, NVFP4, RECIPES, InputGradient, Recipe, WeightGradient
 from core.config.run import RunConfig
 from launch.plan.memory import MemoryPlanner
-from tests.launch.plan.reality import measure
+from tests.launch.plan.reality import as_planned, measure
 from tests.launch.plan.runs import tiny_run
 from tests.ranks import Ranks
 
-# Sums of counts that a step's report makes, and of delayed scaling's histories, which the plan leaves out.
-REPORTS = ("world", "dp")
 PLAIN = replace(
     MXFP8,
     name="forward alone",
@@ -107,11 +105,7 @@ def test_weights_in_low_precision_are_held_and_fetched_as_planned(
     precision = PrecisionConfig(compute=compute, recipe=recipe, primary=True)
     run = tiny_run(model, parallel, world, precision=precision)
     for rank, measured in enumerate(ranks.run(measure, world, run)):
-        resident = planner.resident(run, rank)
-        held = (measured.parameters, measured.gradients, measured.optimizer)
-        assert held == (resident.parameters, resident.gradients, resident.optimizer), rank
-        counted = {axis: count for axis, count in measured.sent.items() if axis not in REPORTS}
-        assert planner.traffic(run, rank) == pytest.approx(counted, rel=0.02), rank
+        as_planned(measured, planner, run, rank)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -120,13 +114,7 @@ def test_every_rank_holds_keeps_and_sends_under_a_recipe_what_its_plan_says(
 ) -> None:
     run = _run(name)
     for rank, measured in enumerate(ranks.run(measure, run.ranks, run)):
-        resident = planner.resident(run, rank)
-        held = (measured.parameters, measured.gradients, measured.optimizer)
-        assert held == (resident.parameters, resident.gradients, resident.optimizer), rank
-        planned = [part.activations + part.logits for part in planner.parts(run, rank)]
-        assert planned == pytest.approx(measured.kept, rel=0.02), rank
-        counted = {axis: count for axis, count in measured.sent.items() if axis not in REPORTS}
-        assert planner.traffic(run, rank) == pytest.approx(counted, rel=0.02), rank
+        as_planned(measured, planner, run, rank, kept=True)
 
 
 def test_the_cases_meet_every_recipe() -> None:
